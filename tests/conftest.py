@@ -1,0 +1,47 @@
+"""What every test stands on: eight virtual CPU devices, optional packages, and the data files that are not in the repository.
+
+Use: ``from tests.conftest import data_path, needs``.
+"""
+
+import importlib
+import importlib.util
+import os
+import pathlib
+import types
+
+# Before anything imports jax: the device count is read once, when the backend starts.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import pytest  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def needs(package: str, load: bool = True) -> types.ModuleType | None:
+    """The optional package, or a skip; under ``JPRM_REQUIRE=1`` a failure, so that CI cannot pass by lacking something.
+
+    Args:
+      package: import name (``"torch"``). Works at module level and inside a test.
+      load: False only looks whether it is there (for packages whose import needs what the test does not).
+
+    Returns:
+      The imported module; None with ``load=False``.
+    """
+    if importlib.util.find_spec(package) is None:
+        reason = f"the package {package} is not installed"
+        if os.environ.get("JPRM_REQUIRE") == "1":
+            pytest.fail(f"{reason}, and JPRM_REQUIRE=1", pytrace=False)
+        pytest.skip(reason, allow_module_level=True)
+    return importlib.import_module(package) if load else None
+
+
+def data_path(name: str) -> pathlib.Path:
+    """A file or folder of the test data (``"gsm8k/test.jsonl"``), or a skip where it is absent.
+
+    The data lives outside the repository: in ``$JPRM_TEST_DATA``, by default ``../shared/data`` beside it.
+    """
+    folder = pathlib.Path(os.environ.get("JPRM_TEST_DATA") or ROOT.parent / "shared" / "data")
+    if not (folder / name).exists():
+        pytest.skip(f"no test data {name} (JPRM_TEST_DATA names its folder)", allow_module_level=True)
+    return folder / name
