@@ -1,6 +1,11 @@
 """Installs the package `jprm`, its recipes (the directory configs/, importable as `jprm.recipes`) and the command `jprm`."""
 
+import pathlib
+import re
+
 import setuptools
+
+VERSION = re.search(r'__version__ = "(.+)"', pathlib.Path("jprm/__init__.py").read_text()).group(1)
 
 EXTRAS = {
     "test": ["pytest>=8.1", "hypothesis>=6.100"],
@@ -14,7 +19,7 @@ EXTRAS = {
 
 setuptools.setup(
     name="jprm",
-    version="0.1.0",
+    version=VERSION,
     description="Process reward models and process-reward RL in JAX",
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["jprm", "jprm.*"]) + ["jprm.recipes"],
