@@ -64,15 +64,15 @@ def describe(leaf: Any) -> dict[str, Any]:
 
 def state_bytes(state: Any) -> int:
     """Bytes of all arrays of a (concrete or abstract) state over all devices, counted once."""
-    return sum(
-        leaf.size * (jax.eval_shape(jax.random.key_data, leaf).dtype.itemsize * 2 if _is_key(leaf) else np.dtype(leaf.dtype).itemsize)
-        for leaf in jax.tree.leaves(state)
-        if hasattr(leaf, "dtype")
-    )
+    return sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _bytes(leaf: Any) -> int:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+        dtype = leaf.dtype
+    return int(np.size(leaf)) * dtype.itemsize
 
 
 def _check_tree(stored: dict[str, dict], wanted: dict[str, dict], path: epath.Path, partial: bool) -> None:

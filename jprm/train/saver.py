@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from typing import Any
@@ -24,6 +25,7 @@ from jprm.train import checkpoint, manifest
 from jprm.train.exits import Stop, is_disk_full
 
 _TMP, _ASIDE = ".tmp", ".aside"
+_SUMS = re.compile(r"sums\.\d+\.json")  # how the other processes tell process 0 what they hashed; gone before the commit
 _sync_number = itertools.count()
 _log = logging.getLogger(__name__)
 
@@ -153,14 +155,16 @@ class Saver:
             if process == 0:
                 (target / checkpoint.META).write_text(text)
             _together("written")
-            names = [name for name in manifest.files_under(target) if _owner(name) == process]
+            names = [name for name in manifest.files_under(target) if _owner(name) == process and not _SUMS.fullmatch(name)]
             sums = manifest.hash_files(target, names, flush=True)
             if jax.process_count() > 1:
                 (target / f"sums.{process}.json").write_text(json.dumps(sums))
                 _together("hashed")
             if process == 0:
                 for other in range(1, jax.process_count()):
-                    sums.update(json.loads((target / f"sums.{other}.json").read_text()))
+                    theirs = target / f"sums.{other}.json"
+                    sums.update(json.loads(theirs.read_text()))
+                    theirs.unlink()
                 manifest.write_manifest(target, step, sums)
                 if target != self._path(step):
                     target.rename(self._path(step))
