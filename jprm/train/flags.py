@@ -95,10 +95,8 @@ def overlay(config: ml_collections.ConfigDict, saved: dict) -> ml_collections.Co
             old = config.get(key)
             if isinstance(old, ml_collections.ConfigDict) and isinstance(value, dict):
                 overlay(old, value)
-            elif value is not None:  # an unset field stays unset and keeps its type
+            else:
                 config[key] = _tuples(value) if old is None or isinstance(old, tuple) else value
-            elif key not in config:
-                config[key] = None
     return config
 
 
@@ -121,8 +119,8 @@ def parse(argv: Sequence[str], extra: flags.FlagValues) -> ml_collections.Config
     overrides = [m[1] for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))]
     workdir = _peek(argv, "workdir")
     if recipe is None and workdir is None:
-        raise UserError("neither a recipe nor a run", expected="--config=RECIPE, or --workdir=RUN of an earlier run", where="--config",
-                        fix=f"Add --config={next(iter(recipes()), 'FILE.py')}")
+        raise UserError("neither a recipe nor a run", expected="--config=RECIPE, or --workdir=RUN of an earlier run",
+                        where="--config", fix=f"Add --config={next(iter(recipes()), 'FILE.py')}")
     config = load_saved(workdir) if recipe is None else load_recipe(recipe)
     for key in overrides:
         _check_key(config, key)
@@ -134,15 +132,17 @@ def parse(argv: Sequence[str], extra: flags.FlagValues) -> ml_collections.Config
     except flags.UnrecognizedFlagError as error:
         known = [n for n in extra if n != "config"] + [f"config.{k}" for k in keys(config)]
         guess = nearest(error.flagname, known)
-        raise UserError(f"an unknown flag --{error.flagname}", expected=f"one of {_names(extra)}, or --config.<key>", where="command line",
+        expected = f"one of {', '.join(f'--{name}' for name in extra)}, or --config.<key>"
+        raise UserError(f"an unknown flag --{error.flagname}", expected=expected, where="command line",
                         fix=f"Did you mean --{guess}" if guess else "See jprm <verb> --help") from error
     except flags.IllegalFlagValueError as error:
         raise _wrong_value(str(error), extra, config) from error
     except flags.Error as error:  # a flag without its value, an override that a later one would undo
-        raise UserError(str(error), expected="--flag=value", where="command line", fix="Write the flag as --flag=value") from error
+        raise UserError(f"{error}", expected="--flag=value", where="command line",
+                        fix="Write the flag as --flag=value") from error
     if rest[1:]:
-        raise UserError(f"a stray argument {rest[1]!r}", expected="flags (--name=value) and overrides (key=value)", where="command line",
-                        fix="Remove it, or give it a name")
+        raise UserError(f"a stray argument {rest[1]!r}", expected="flags (--name=value) and overrides (key=value)",
+                        where="command line", fix="Remove it, or give it a name")
     if workdir is not None:
         with config.unlocked():
             config.workdir = workdir
@@ -223,6 +223,3 @@ def _wrong_value(message: str, extra: flags.FlagValues, config: ml_collections.C
     return UserError(repr(value), expected=wanted, where=name if name.startswith("config.") else f"--{name}",
                      fix="Give a value of that type")
 
-
-def _names(extra: flags.FlagValues) -> str:
-    return ", ".join(f"--{name}" for name in extra)
