@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -48,8 +49,10 @@ class Progress:
         self._last_time = time.monotonic()
         self._printed_at, self._printed_time = None, self._last_time
         if self._terminal:
-            layout = "{desc} {n_fmt}/{total_fmt} |{bar:16}| {postfix}"
-            self._bar = tqdm(total=total, initial=done, desc=phase, file=self._file, bar_format=layout, dynamic_ncols=True, leave=True)
+            layout = phase + " {n_fmt}/{total_fmt} |{bar:16}| {postfix}"
+            # Some containers give a terminal of 0 columns, in which tqdm would print nothing at all.
+            width = {"dynamic_ncols": True} if os.get_terminal_size(self._file.fileno()).columns else {"ncols": 120}
+            self._bar = tqdm(total=total, initial=done, file=self._file, bar_format=layout, **width)
 
     def update(self, done: int, metrics: Mapping[str, float] | None = None, timings: Mapping[str, float] | None = None) -> None:
         """After an iteration.
