@@ -76,6 +76,7 @@ MISTAKES = {
     "fraction for a count": (["rl.iterations=1.5"], "config.rl.iterations", "'1.5'", "int", "of that type"),
     "word for a switch": (["rl.mask=maybe"], "config.rl.mask", "'maybe'", "bool", "of that type"),
     "word for an unset number": (["rl.limit=x"], "config.rl.limit", "'x'", "int", "of that type"),
+    "no tuple": (["rl.band=a b"], "config.rl.band", "'a b'", "tuple, as in (0.2, 0.8)", "('a', 'b')"),
     "a list": (["hooks=[2]"], "config.hooks", "type list", "tuple", "in the recipe"),
     "override without config": (["--rl.lr=1"], "command line", "--rl.lr", "--workdir", "Did you mean --config.rl.lr"),
     "unknown flag": (["--workdr=x"], "command line", "--workdr", "--workdir", "Did you mean --workdir"),

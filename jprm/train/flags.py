@@ -221,5 +221,5 @@ def _wrong_value(message: str, extra: flags.FlagValues, config: ml_collections.C
         choices = getattr(extra[name].parser, "enum_values", None)
         wanted = "one of " + ", ".join(choices) if choices else extra[name].flag_type()
     return UserError(repr(value), expected=wanted, where=name if name.startswith("config.") else f"--{name}",
-                     fix="Give a value of that type")
+                     fix="Write it as \"('a', 'b')\"" if wanted.startswith("tuple") else "Give a value of that type")
 
