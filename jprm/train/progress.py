@@ -50,9 +50,9 @@ class Progress:
         self._printed_at, self._printed_time = None, self._last_time
         if self._terminal:
             layout = phase + " {n_fmt}/{total_fmt} |{bar:16}| {postfix}"
-            # Some containers give a terminal of 0 columns, in which tqdm would print nothing at all.
-            width = {"dynamic_ncols": True} if os.get_terminal_size(self._file.fileno()).columns else {"ncols": 120}
-            self._bar = tqdm(total=total, initial=done, file=self._file, bar_format=layout, **width)
+            # Some containers give a terminal of 0 columns or rows, in which tqdm would print nothing at all.
+            size = {"dynamic_ncols": True} if all(os.get_terminal_size(self._file.fileno())) else {"ncols": 120, "nrows": 24}
+            self._bar = tqdm(total=total, initial=done, file=self._file, bar_format=layout, **size)
 
     def update(self, done: int, metrics: Mapping[str, float] | None = None, timings: Mapping[str, float] | None = None) -> None:
         """After an iteration.

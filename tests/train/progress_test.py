@@ -54,10 +54,10 @@ def test_how_often(clock, options, printed):
     assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
 
 
-@pytest.mark.parametrize("columns", [0, 140])
-def test_a_bar_on_a_terminal(columns):
+@pytest.mark.parametrize("size", [(40, 140), (0, 140), (0, 0)], ids=str)
+def test_a_bar_on_a_terminal(size):
     leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (40 if columns else 0, columns))
+    termios.tcsetwinsize(follower, size)
     with open(follower, "w") as terminal:
         with Progress(file=terminal) as progress:
             progress.start("rl", total=3)
