@@ -49,7 +49,7 @@ class Progress:
         self._last_time = time.monotonic()
         self._printed_at, self._printed_time = None, self._last_time
         if self._terminal:
-            layout = phase + " {n_fmt}/{total_fmt} |{bar:16}| {postfix}"
+            layout = phase + " {n_fmt}/{total_fmt} |{bar:16}|  {desc}"  # not {postfix}: tqdm puts a comma before it
             # Some containers give a terminal of 0 columns or rows, in which tqdm would print nothing at all.
             size = {"dynamic_ncols": True} if all(os.get_terminal_size(self._file.fileno())) else {"ncols": 120, "nrows": 24}
             self._bar = tqdm(total=total, initial=done, file=self._file, bar_format=layout, **size)
@@ -74,7 +74,7 @@ class Progress:
         self._last_time, self._done = now, done
         tail = self._tail(metrics or {}, timings or {})
         if self._bar is not None:
-            self._bar.set_postfix_str(tail, refresh=False)
+            self._bar.set_description_str(tail, refresh=False)
             self._bar.update(done - self._bar.n)
             return
         if (

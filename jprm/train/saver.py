@@ -157,9 +157,9 @@ class Saver:
             _together("written")
             names = [name for name in manifest.files_under(target) if _owner(name) == process and not _SUMS.fullmatch(name)]
             sums = manifest.hash_files(target, names, flush=True)
-            if jax.process_count() > 1:
+            if process > 0:
                 (target / f"sums.{process}.json").write_text(json.dumps(sums))
-                _together("hashed")
+            _together("hashed")
             if process == 0:
                 for other in range(1, jax.process_count()):
                     theirs = target / f"sums.{other}.json"

@@ -68,7 +68,7 @@ def test_a_bar_on_a_terminal(size):
         os.set_blocking(leader, False)
         text = os.read(leader, 1 << 16).decode()
     os.close(leader)
-    last = re.findall(r"rl 3/3 \|█+\|[^\r\n]*", text)[-1]
+    last = re.findall(r"rl 3/3 \|█+\|  acc[^\r\n]*", text)[-1]
     assert "acc .41  prm auc .63" in last and "s/it" in last and "ETA 0s" in last and "gen .6 verify .0 step .7" in last
     assert "evaluated: accuracy .44\r\n" in text and "eval 0/1" in text
 
