@@ -12,6 +12,7 @@ from jprm.rl.signal import Op, Signal, total
 
 CENTERS = ("mean", "loo", "loo_rows", "loo_rows_code", "none")
 SCALES = ("std", "none")
+ROUNDING = 1e-6  # of a mean in fp32, relative: a spread below it is none
 
 
 def norm(
@@ -27,7 +28,7 @@ def norm(
 ) -> Op:
     r"""Subtract a baseline, divide by a spread.
 
-    .. math::  y = (x - c) / (\mathrm{std} + eps)\ \text{ where std} > eps,\ \text{else } 0
+    .. math::  y = (x - c) / (\mathrm{std} + eps)\ \text{ where std} > \max(eps, 10^{-6}|\mathrm{mean}|),\ \text{else } 0
 
     Args:
       key: what is pooled: ``row``, ``unit`` (same step over the group), ``group``, ``batch`` (see :func:`jprm.rl.signal.total`).
@@ -75,7 +76,8 @@ def norm(
         if scale == "std":
             variance = pool(jnp.square(x - mean) * m) / jnp.maximum(n - ddof, 1.0)
             std = jnp.sqrt(variance + eps_in_sqrt)
-            y = jnp.where(std > eps, y / jnp.where(std > eps, std + eps, 1.0), 0.0)
+            spread = std > jnp.maximum(eps, ROUNDING * jnp.abs(mean))  # seven rewards of .35 have a std of 3e-8, not of 0
+            y = jnp.where(spread, y / jnp.where(spread, std + eps, 1.0), 0.0)
         return s.with_value(jnp.where(mask & enough, y, 0.0))
 
     return op
