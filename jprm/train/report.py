@@ -26,12 +26,11 @@ LABELS = {
 }
 # What the header shows of the config where it is there; the whole config is further down the page.
 HIGHLIGHTS = (
-    ("Model", ("model.path", "model.name")), ("Layers", ("model.layers", "model.num_layers")),
-    ("Width", ("model.d_model", "model.hidden_size", "model.width")), ("Task", ("task.name",)),
-    ("Prompts", ("rl.prompts",)), ("Samples per prompt", ("rl.samples", "rl.group")),
-    ("Advantage", ("rl.advantage", "rl.advantage.name", "rl.estimator")), ("Policy lr", ("rl.lr", "rl.policy_lr", "rl.optimizer.lr")),
-    ("PRM lr", ("prm.lr", "rl.prm_lr")), ("PRM beta", ("prm.beta",)), ("KL", ("rl.kl_coef", "rl.kl.coef")),
-    ("Temperature", ("sampling.temperature",)), ("Max new tokens", ("sampling.max_new_tokens",)), ("Seed", ("seed",)),
+    ("Model", "model.path"), ("Layers", "model.num_layers"), ("Width", "model.hidden_size"), ("Task", "task.name"),
+    ("Prompts", "rl.prompts"), ("Samples per prompt", "rl.group"), ("Outcome baseline", "rl.estimator"),
+    ("Process weight", "rl.process_weight"), ("Process formula", "rl.formula"), ("Process granularity", "rl.granularity"),
+    ("PRM beta", "prm.beta"), ("Policy learning rate", "rl.optimizer.lr"), ("PRM learning rate", "prm.optimizer.lr"),
+    ("KL coefficient", "rl.kl_coef"), ("Seed", "seed"),
 )
 
 
@@ -71,11 +70,10 @@ def collect(workdir: Path, max_rollouts: int = MAX_ROLLOUTS) -> dict:
     if (workdir / "metrics.jsonl").is_file():
         rows, resumed, bad = curves.metrics_rows(workdir / "metrics.jsonl")
     if bad:
-        notes.append(f"metrics.jsonl: {bad:,} {'line' if bad == 1 else 'lines'} could not be read and {'is' if bad == 1 else 'are'} "
-                     "not shown.")
+        notes.append(f"metrics.jsonl: {bad:,} {'line' if bad == 1 else 'lines'} could not be read.")
     rollouts = read_rollouts(workdir / "samples", max_rollouts)
     if rollouts["unreadable"]:
-        notes.append(f"samples/: {rollouts['unreadable']:,} of the lines read could not be parsed and are not shown.")
+        notes.append(f"samples/: {rollouts['unreadable']:,} of the lines read could not be parsed.")
     series = curves.series_of(rows)
     return {
         "name": workdir.resolve().name,
@@ -100,8 +98,9 @@ def render(data: dict) -> str:
     script = f'"use strict";\n(() => {{\n{script}\nstart();\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # JSON inside <script>: with these three spelled as escapes no value can end the element or open a comment in it.
-    # ASCII only, so that lone surrogates and U+2028 survive as escapes too.
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    # Half a surrogate pair, which no UTF-8 file can hold, becomes U+FFFD.
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     return Template(read("report_template.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(data["name"]), digest=digest, data=text, script=script, notice=notice(data),
@@ -142,13 +141,10 @@ def flatten(config: dict, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def highlights(config: dict[str, str]) -> list[tuple[str, str]]:
-    """The few settings a reader asks for first: label and value, absent or empty ones left out."""
-    out = []
-    for label, keys in HIGHLIGHTS:
-        value = next((config[key] for key in keys if config.get(key) not in (None, "", "null")), None)
-        if value is not None:
-            out.append((label, value))
-    return out
+    """The few settings a reader asks for first: label and value; absent or empty ones, and RL's in a run without RL, left out."""
+    no_rl = config.get("rl.iterations") == "0"
+    shown = [(name, key) for name, key in HIGHLIGHTS if not (no_rl and key.startswith("rl."))]
+    return [(name, config[key]) for name, key in shown if config.get(key) not in (None, "", "null")]
 
 
 def headline(summary: dict[str, Any]) -> list[dict]:

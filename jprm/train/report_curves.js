@@ -77,6 +77,7 @@ function valueAxis(panel, lines, height) {
   low = floor;
   const y = (v) => PLOT.top + (1 - ((log ? Math.log10(v) : v) - low) / (high - low)) * height;
   let { ticks, size } = niceTicks(low, high, 3);
+  if (ticks.length < 3) ({ ticks, size } = niceTicks(low, high, 5));
   if (log) {
     const all = [];
     for (let e = Math.floor(low); e <= high; e++) for (const m of high - low > 1.5 ? [1] : [1, 2, 5]) all.push(m * 10 ** e);
@@ -127,11 +128,6 @@ function drawPanel(panel) {
     svg.append(s("line", { x1: PLOT.left, x2: width - PLOT.right, y1: value.y(t), y2: value.y(t), class: "rule" }),
       s("text", { x: PLOT.left - 7, y: value.y(t) + 3.6, "text-anchor": "end" }, value.text(t)));
   }
-  if (panel.reference && !curves.log) {
-    const y = value.y(panel.reference[0]);
-    svg.append(s("line", { x1: PLOT.left, x2: width - PLOT.right, y1: y, y2: y, class: "ref" }),
-      s("text", { x: width - PLOT.right - 3, y: y - 4, "text-anchor": "end" }, panel.reference[1]));
-  }
   for (const line of lines) {
     const dense = !line.isEval && line.x.length > 8;
     line.shown = dense && curves.smooth > 0 ? smoothed(line.y, curves.smooth) : line.y;
@@ -140,6 +136,11 @@ function drawPanel(panel) {
       style: { stroke: line.colour, ...(line.isEval ? { "stroke-width": 1.1, "stroke-dasharray": "1 3.5" } : {}) } }));
     if (!dense) line.x.forEach((x, i) => line.y[i] !== null && svg.append(s("circle", { cx: axis.to(x), cy: value.y(line.y[i]), r: 3.1,
       style: line.isEval ? { fill: "var(--paper)", stroke: line.colour, "stroke-width": 1.7 } : { fill: line.colour } })));
+  }
+  if (panel.reference && !curves.log) {
+    const y = value.y(panel.reference[0]);
+    svg.append(s("line", { x1: PLOT.left, x2: width - PLOT.right, y1: y, y2: y, class: "ref" }),
+      s("text", { x: width - PLOT.right - 3, y: y - 4, "text-anchor": "end", class: "halo" }, panel.reference[1]));
   }
   panel.cross = s("g", {});
   svg.append(panel.cross);
@@ -174,7 +175,7 @@ function readPanel(panel) { // the numbers beside the title: at the pointer, els
     panel.cross.prepend(s("line", { x1: x, x2: x, y1: PLOT.top, y2: panel.bottom, class: "cross" }));
     reads.unshift(h("span", {}, `step ${count(Math.round(curves.hover))}`));
   }
-  panel.read.replaceChildren(...reads);
+  fill(panel.read, reads);
 }
 
 function hoverAt(panel, event) {
@@ -189,7 +190,7 @@ function drawCurves() {
   section.hidden = false;
   const redraw = () => curves.panels.forEach(drawPanel);
   const value = h("output", {}, curves.smooth.toFixed(2));
-  section.append(h("div", { class: "bar" },
+  put(section, h("div", { class: "bar" },
     h("div", {}, h("h2", {}, "Learning curves"), h("p", { class: "note" }, "Each phase has its own stretch of the step axis. Numbers are the last recorded values, "
       + "or those under the pointer (unsmoothed).")),
     h("div", { class: "tools" },
@@ -205,10 +206,10 @@ function drawCurves() {
       const panel = { ...spec, pieces, plot: h("div", { class: "plot" }), read: h("span", { class: "read" }) };
       panel.plot.addEventListener("pointermove", (event) => hoverAt(panel, event));
       panel.plot.addEventListener("pointerleave", () => { curves.hover = null; curves.panels.forEach(readPanel); });
-      grid.append(h("figure", { title: null }, h("figcaption", {}, h("span", { class: "name" }, spec.title), panel.read), panel.plot));
+      grid.append(h("figure", {}, h("figcaption", {}, h("span", { class: "name" }, spec.title), panel.read), panel.plot));
       curves.panels.push(panel);
     }
-    section.append(h("h3", {}, group.title), grid);
+    put(section, h("h3", {}, group.title), grid);
   }
   redraw();
   let width = innerWidth;
@@ -248,7 +249,7 @@ function drawBars(times, plot) {
     });
     times.parts.forEach((part, k) => {
       const top = y(base + bar[k + 2]), foot = y(base);
-      if (foot > top) group.append(s("rect", { x: px, y: top, width: w, height: foot - top, style: { fill: colours[k] } }));
+      if (foot > top) group.append(s("rect", { x: px, y: top, width: w, height: foot - top, class: "part", style: { fill: colours[k] } }));
       base += bar[k + 2];
     });
     if (sums[i] > most * 1.04) {
@@ -280,7 +281,7 @@ function drawTimes() {
     const times = DATA.times.find((t) => t.phase === chosen), colours = partColours(times.parts);
     const whole = times.totals.reduce((a, b) => a + b, 0) || 1;
     const plot = h("div", { class: "plot" });
-    body.replaceChildren(
+    fill(body,
       h("div", {},
         h("div", { class: "stack" }, times.parts.map((p, k) => h("i", { title: p, style: { background: colours[k], flex: `${times.totals[k] / whole} 0 0` } }))),
         h("table", {},
@@ -293,7 +294,7 @@ function drawTimes() {
       plot);
     drawBars(times, plot);
   };
-  section.append(h("div", { class: "bar" },
+  put(section, h("div", { class: "bar" },
     h("div", {}, h("h2", {}, "Phase times"), h("p", { class: "note" }, "Seconds of every iteration, compilation included in the first.")),
     DATA.times.length > 1 && choice("Phase of the run", DATA.times.map((t) => [t.phase, PHASE[t.phase]]), chosen, (phase) => { chosen = phase; draw(); })), body);
   draw();

@@ -103,7 +103,7 @@ def phase_spans(rows: Iterable[dict]) -> list[dict]:
 
 
 def thin(x: list[int], y: list[float | None], most: int = MAX_POINTS) -> tuple[list[int], list[float | None]]:
-    """At most `most` of the points: of every bucket its lowest and its highest, so that no spike is lost; a gap of a bucket stays one."""
+    """At most `most` of the points: the lowest and the highest of every bucket, so that no spike is lost; an empty one a gap."""
     if len(x) <= most:
         return x, y
     size = math.ceil(len(x) / (most // 2))
@@ -174,8 +174,8 @@ def phase_times(rows: list[dict]) -> list[dict]:
     """Where the seconds went, per phase of the run.
 
     Returns:
-      ``[{"phase", "count", "parts": [name], "totals": [s], "bars": [[first step, last step, s per part ...]]}]``. "other" is what
-      ``timing_s/iteration`` holds beyond its parts. Totals are over all iterations; a bar is the mean of its iterations.
+      ``[{"phase", "count", "parts": [name], "totals": [s], "bars": [[first step, last step, s per part ...]]}]``.
+      "other" is what ``timing_s/iteration`` holds beyond its parts; totals are over all iterations; a bar is a mean of its own.
     """
     out = []
     for phase in PHASES:

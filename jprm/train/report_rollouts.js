@@ -35,7 +35,7 @@ function visible(text) { // what has no shape of its own gets a faint sign; the 
 
 function drawStrip(iterations, choose) { // accuracy of every iteration; the chosen one in full ink
   const n = iterations.length, groups = [];
-  const svg = s("svg", { viewBox: `0 0 ${n * 10} 64`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  const svg = s("svg", { viewBox: `0 0 ${n * 10} 64`, preserveAspectRatio: "none", "aria-hidden": "true", style: { "max-width": `${n * 30}px` } });
   iterations.forEach((it, i) => {
     const judged = it.counts.correct + it.counts.wrong, share = judged ? it.counts.correct / judged : 0;
     const group = s("g", { onclick: () => choose(i), onpointerleave: hideTip, onpointermove: (event) => showTip(event, h("b", {}, nameOf(it)),
@@ -97,7 +97,7 @@ function drawResponse(row, iteration, most) {
 }
 
 function drawDetail(panel, row, iteration) {
-  if (!row) { panel.replaceChildren(h("p", { class: "note" }, "No rollout of this iteration has this outcome.")); return; }
+  if (!row) { fill(panel, h("p", { class: "note" }, "No rollout of this iteration has this outcome.")); return; }
   const column = row[view.column] ? view.column : Object.keys(COLUMNS).find((c) => row[c]) || "rewards";
   view.column = column;
   const most = extreme(view.scale === "iteration" ? iteration.rows : [row], column);
@@ -105,7 +105,7 @@ function drawDetail(panel, row, iteration) {
   const fact = (name, value) => h("span", {}, `${name} `, h("b", {}, value));
   const truth = row.first_error === undefined ? null : row.first_error < 0 ? "none" : `step ${row.first_error + 1}`;
   const again = () => drawDetail(panel, row, iteration);
-  panel.replaceChildren(
+  fill(panel,
     h("div", { class: "what" },
       h("span", { class: `verdict ${row.verdict}` }, `${mark} ${word}`),
       row.answer !== "" && fact("Answer", row.answer),
@@ -161,7 +161,7 @@ function drawRollouts() {
       buttons.push(button);
       items.push(button);
     });
-    list.replaceChildren(...items);
+    fill(list, items);
     list.scrollTop = 0;
     select(0);
   };
@@ -172,11 +172,11 @@ function drawRollouts() {
     const of = (name) => it.rows.filter((row) => row.verdict === name).length;
     const names = ["correct", "wrong", ...["unknown", "filler"].filter(of)];
     if (view.filter !== "all" && !of(view.filter)) view.filter = "all";
-    filters.replaceChildren(choice("Outcome", [["all", `All ${it.rows.length}`], ...names.map((v) => [v, `${VERDICTS[v][1]} ${of(v)}`, of(v) > 0])],
+    fill(filters, choice("Outcome", [["all", `All ${it.rows.length}`], ...names.map((v) => [v, `${VERDICTS[v][1]} ${of(v)}`, of(v) > 0])],
       view.filter, (v) => { view.filter = v; drawList(); }));
     const judged = it.counts.correct + it.counts.wrong;
-    title.replaceChildren(h("b", {}, nameOf(it)));
-    about.replaceChildren(`${judged ? `${((100 * it.counts.correct) / judged).toFixed(1)} % correct of ${plural(judged, "rollout")}` : plural(it.total, "rollout")}`
+    fill(title, h("b", {}, nameOf(it)));
+    fill(about, `${judged ? `${((100 * it.counts.correct) / judged).toFixed(1)} % correct of ${plural(judged, "rollout")}` : plural(it.total, "rollout")}`
       + (it.total > it.rows.length ? `, first ${count(it.rows.length)} here` : ""));
     picker.value = String(view.iteration);
     drawList();
@@ -184,7 +184,7 @@ function drawRollouts() {
   const picker = h("input", { type: "range", min: 0, max: iterations.length - 1, step: 1, "aria-label": "Iteration", oninput: (e) => choose(Number(e.target.value)) });
   const strip = drawStrip(iterations, choose);
   const left = total - embedded;
-  section.append(
+  put(section,
     h("div", {}, h("h2", {}, "Rollouts"), h("p", { class: "note" }, "Share of correct rollouts per iteration; choose one to read its responses. Blue tokens were rewarded by the "
       + "process reward model, orange ones penalised. " + (left > 0 ? `${count(embedded)} of ${plural(total, "rollout")} are in this file, evenly over the iterations; ${count(left)} are left out.`
         : `All ${plural(total, "rollout")} of samples/ are in this file.`))),

@@ -84,7 +84,7 @@ def embedded(row: dict) -> dict:
 
 
 def _iterations(files: list[tuple[Path, int]], most: int) -> tuple[list[dict], int]:
-    """Reads the chosen files. An iteration of the page is one (step, phase); its rows are the first ones, so groups stay whole."""
+    """Reads the chosen files. An iteration of the page is one (step, phase); it keeps its first rows, so groups stay whole."""
     out, bad = [], 0
     for (path, _), share in zip(files, shares([count for _, count in files], most)):
         if not share:

@@ -12,8 +12,15 @@ function make(namespace, tag, attributes, children) {
     else if (name === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
     else element.setAttribute(name, value === true ? "" : value);
   }
+  return put(element, ...children);
+}
+function put(element, ...children) { // append() would write `false` and `null` as words
   element.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
   return element;
+}
+function fill(element, ...children) {
+  element.replaceChildren();
+  return put(element, ...children);
 }
 const h = (tag, attributes, ...children) => make(null, tag, attributes, children);
 const s = (tag, attributes, ...children) => make("http://www.w3.org/2000/svg", tag, attributes, children);
@@ -55,7 +62,7 @@ function choice(label, options, current, pick) {
 
 const tip = byId("tip");
 function showTip(event, ...content) {
-  tip.replaceChildren(...content.filter(Boolean));
+  fill(tip, content);
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   const x = Math.min(event.clientX + 14, innerWidth - box.width - 8);
@@ -96,7 +103,7 @@ function drawHeader() {
     ["rollouts", "Rollouts", DATA.rollouts.iterations.length], ["config", "Config", DATA.config.length]];
   const word = { sft: "step", prm: "step", rl: "iteration" };
   const facts = DATA.highlights.length > 0 && h("dl", { class: "first" }, DATA.highlights.map(([k, v]) => [h("dt", {}, k), h("dd", {}, v)]));
-  byId("header").append(
+  put(byId("header"),
     h("div", { class: "top" },
       h("div", {}, h("p", { class: "eyebrow" }, "jprm run report"), h("h1", {}, DATA.name)),
       h("nav", {}, links.filter((l) => l[2]).map(([id, text]) => h("a", { href: `#${id}` }, text)))),
@@ -109,7 +116,7 @@ function drawConfig() {
   const section = byId("config");
   if (!DATA.config.length) return;
   section.hidden = false;
-  section.append(h("details", {}, h("summary", {}, "Config"),
+  put(section, h("details", {}, h("summary", {}, "Config"),
     h("div", { class: "all" }, DATA.config.map(([k, v]) => h("div", {}, h("span", {}, k), h("b", {}, v))))));
 }
 

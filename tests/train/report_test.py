@@ -12,12 +12,16 @@ import pytest
 
 from jprm.errors import UserError
 from jprm.train import report, report_curves, report_rollouts
+from jprm.train.config import default_config
 
-HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=\'document.title="owned"\'> & <!-- \u2028 \ud800 \u202e $title'
+HOSTILE = (
+    '</script><script>document.title="owned"</script><img src=x onerror=\'document.title="owned"\'> & <!-- '
+    "\u2028 \ud800 \u202e $title"
+)
 
 
 def rollout(rng, step, row, *, right, phase="rl", group=8):
-    """One samples/ row of the arithmetic-chain task: `17+5-9=` -> `17+5=22;22-9=13;#13`, wrong from one step on unless `right`."""
+    """One samples/ row of the arithmetic chain: `17+5-9=` -> `17+5=22;22-9=13;#13`, wrong from one step on unless `right`."""
     prompt_rng = np.random.default_rng(1000 * step + row // group)
     operands, signs = prompt_rng.integers(1, 20, 5), prompt_rng.choice([1, -1], 4)
     prompt = str(operands[0]) + "".join(f"{'+' if s > 0 else '-'}{o}" for s, o in zip(signs, operands[1:])) + "="
@@ -50,34 +54,37 @@ def write_run(workdir: Path, *, sft=300, prm=20, rl=80, rows=32, resume=True, se
     """A run as the trainer leaves it: config, metrics of every phase with gaps, samples of every fifth iteration, summary."""
     rng = np.random.default_rng(seed)
     (workdir / "samples").mkdir(parents=True)
-    config = {"seed": 0, "model": {"layers": 3, "d_model": 96, "vocab": 64}, "task": {"name": "arithmetic", "operations": 4},
-              "sampling": {"temperature": 1.0, "max_new_tokens": 48}, "prm": {"beta": 0.3, "lr": 1e-4},
-              "rl": {"iterations": rl, "prompts": 32, "samples": 8, "lr": 1e-4, "advantage": "prime", "kl_coef": 0.001}}
+    config = default_config().to_dict()
+    config["rl"]["iterations"] = rl
     (workdir / "config.json").write_text(json.dumps(config))
     (workdir / "summary.json").write_text(json.dumps({
-        "accuracy_before": 0.272, "accuracy_after": 0.648, "greedy_before": 0.451, "greedy_after": 0.702, "pass_at_8_before": 0.874,
-        "pass_at_8_after": 0.861, "prm_first_error_f1": 48.1, "prm_first_error_f1_chance": 19.3, "majority_at_8": 0.741,
+        "accuracy_before": 0.272, "accuracy_after": 0.648, "greedy_before": 0.451, "greedy_after": 0.702,
+        "pass_at_8_before": 0.874, "pass_at_8_after": 0.861,
+        "prm_first_error_f1": 48.1, "prm_first_error_f1_chance": 19.3,
+        "majority_at_8": 0.741,
         "prm_best_of_8": 0.768, "seconds": 341.7}))
     lines, clock = [], 0.0
 
     def log(step, phase, took, **values):
         nonlocal clock
         clock += took
-        lines.append({"step": step, "phase": phase, "time_s": round(clock, 3), **{k.replace("__", "/"): v for k, v in values.items()}})
+        named = {k.replace("__", "/"): v for k, v in values.items()}
+        lines.append({"step": step, "phase": phase, "time_s": round(clock, 3), **named})
 
     def evaluate(step, accuracy):
         log(step, "eval", 2.0, eval__accuracy=accuracy, eval__greedy=accuracy + 0.12, eval__pass_at_8=0.87 - 0.01 * accuracy)
 
     for i in range(1, sft + 1):
         took = 0.1 * (1 + 0.2 * rng.random()) + (9.0 if i == 1 else 0)
-        log(i, "sft", took, sft__loss=2.9 * math.exp(-i / 60) + 0.55 + 0.05 * rng.normal(), sft__grad_norm=abs(1 + 0.3 * rng.normal()),
-            sft__lr=1e-3 * (1 - i / sft), timing_s__step=took * 0.97, timing_s__iteration=took)
+        log(i, "sft", took, sft__loss=2.9 * math.exp(-i / 60) + 0.55 + 0.05 * rng.normal(), sft__lr=1e-3 * (1 - i / sft),
+            sft__grad_norm=abs(1 + 0.3 * rng.normal()), timing_s__step=took * 0.97, timing_s__iteration=took)
     if sft:
         evaluate(sft, 0.272)
 
     def prm_values(i):
-        return {"prm__loss": 0.69 - 0.1 * (1 - math.exp(-i / 25)) + 0.01 * rng.normal(), "prm__grad_norm": abs(0.4 + 0.1 * rng.normal()),
-                "prm__auc": 0.5 + 0.16 * (1 - math.exp(-i / 20)) + 0.02 * rng.normal(), "prm__pair_accuracy": 0.52 + 0.02 * rng.normal(),
+        return {"prm__loss": 0.69 - 0.1 * (1 - math.exp(-i / 25)) + 0.01 * rng.normal(),
+                "prm__auc": 0.5 + 0.16 * (1 - math.exp(-i / 20)) + 0.02 * rng.normal(),
+                "prm__pair_accuracy": 0.52 + 0.02 * rng.normal(), "prm__grad_norm": abs(0.4 + 0.1 * rng.normal()),
                 "prm__lr": 1e-4}
 
     for i in range(1, prm + 1):
@@ -85,12 +92,15 @@ def write_run(workdir: Path, *, sft=300, prm=20, rl=80, rows=32, resume=True, se
     for i in range(1, rl + 1):
         step, share = sft + prm + i, 1 - math.exp(-i / 30)
         gap = 30 <= i < 34  # a skipped update: no loss, no gradient norm
-        gen, verify, own = 0.62 + 0.05 * rng.random(), 0.04 + 0.02 * rng.random(), 0.7 + 0.04 * rng.random() + (14.0 if i == 1 else 0)
+        gen, verify, own = 0.62 + 0.05 * rng.random(), 0.04 + 0.02 * rng.random(), 0.7 + 0.04 * rng.random()
+        own += 14.0 if i == 1 else 0.0  # compilation
         log(step, "rl", gen + verify + own + 0.05, critic__score__mean=0.27 + 0.4 * share + 0.03 * rng.normal(),
             response_length__mean=31 - 2 * share + 0.4 * rng.normal(), actor__loss=None if gap else 0.02 * rng.normal(),
-            actor__grad_norm=None if gap else abs(0.5 + 0.1 * rng.normal()), actor__entropy=0.42 - 0.2 * share + 0.01 * rng.normal(),
-            actor__kl=0.05 * share + 0.002 * rng.random(), actor__clip_fraction=0.01 * rng.random(), actor__lr=1e-4, **prm_values(prm + i),
-            timing_s__gen=gen, timing_s__verify=verify, timing_s__step=own, timing_s__iteration=gen + verify + own + 0.05)
+            actor__grad_norm=None if gap else abs(0.5 + 0.1 * rng.normal()),
+            actor__entropy=0.42 - 0.2 * share + 0.01 * rng.normal(),
+            actor__kl=0.05 * share + 0.002 * rng.random(), actor__clip_fraction=0.01 * rng.random(), actor__lr=1e-4,
+            **prm_values(prm + i), timing_s__gen=gen,
+            timing_s__verify=verify, timing_s__step=own, timing_s__iteration=gen + verify + own + 0.05)
         if i % 20 == 0:
             evaluate(step, 0.27 + 0.4 * share)
         if resume and i == 45:  # killed here; 41..45 are written again by the resumed run
@@ -127,10 +137,11 @@ def test_page_holds_every_part_of_the_run(page):
     assert data["evals"] == [300, 340, 360, 380, 400]
     assert data["resumed"] == [361]
     assert ("Task", "arithmetic") in [tuple(pair) for pair in data["highlights"]]
-    assert ["rl.lr", "0.0001"] in data["config"]
+    assert ["rl.optimizer.lr", "0.0001"] in data["config"]
     drawn = {key for group in data["groups"] for panel in group["panels"] for key in panel["keys"]}
     assert drawn == set(data["series"])
-    assert {"sft/loss", "critic/score/mean", "prm/auc", "prm/loss", "actor/entropy", "actor/kl", "response_length/mean", "eval/pass_at_8"} <= drawn
+    assert {"sft/loss", "critic/score/mean", "prm/auc", "actor/entropy", "actor/kl",
+            "response_length/mean", "eval/greedy"} <= drawn
     assert not [name for name in page.parent.iterdir() if name.name.startswith(".report")]
 
 
@@ -144,13 +155,21 @@ def test_page_is_self_contained(page):
 
 def test_headline_pairs_before_with_after_and_f1_with_chance():
     rows = {row["label"]: row for row in report.headline({
-        "accuracy_before": 0.25, "accuracy_after": 0.625, "pass_at_8_before": 0.9, "pass_at_8_after": 0.85, "prm_first_error_f1": 48.0,
-        "prm_first_error_f1_chance": 19.5, "seconds": 341.7, "majority_at_8": 0.5, "not_a_number": float("nan"), "text": "x"})}
+        "accuracy_before": 0.25, "accuracy_after": 0.625, "pass_at_8_before": 0.9, "pass_at_8_after": 0.85,
+        "prm_first_error_f1": 48.0, "prm_first_error_f1_chance": 19.5,
+        "seconds": 341.7, "majority_at_8": 0.5, "not_a_number": float("nan"), "text": "x"})}
     assert list(rows) == ["Sampled accuracy", "Pass@8", "PRM first-error F1", "Majority of 8", "Wall time"]
-    assert (rows["Sampled accuracy"]["before"], rows["Sampled accuracy"]["after"], rows["Sampled accuracy"]["change"]) == ("25.0 %", "62.5 %", "+37.5")
+    assert [rows["Sampled accuracy"][column] for column in ("before", "after", "change")] == ["25.0 %", "62.5 %", "+37.5"]
     assert rows["Pass@8"]["change"] == "\u22125.0"
-    assert (rows["PRM first-error F1"]["against"], rows["PRM first-error F1"]["before"], rows["PRM first-error F1"]["to"]) == ("chance", "19.5 %", 0.48)
+    assert [rows["PRM first-error F1"][column] for column in ("against", "before", "to")] == ["chance", "19.5 %", 0.48]
     assert rows["Majority of 8"]["before"] is None and rows["Wall time"]["after"] == "5 min 42 s"
+
+
+def test_highlights_are_fields_of_the_config():
+    config = dict(report.flatten(default_config().to_dict()))
+    assert [key for _, key in report.HIGHLIGHTS if key not in config] == []
+    assert {"Prompts", "PRM beta"} <= set(dict(report.highlights(config | {"rl.iterations": "80"})))
+    assert "Prompts" not in dict(report.highlights(config | {"rl.iterations": "0"}))
 
 
 # --- gaps, missing parts, damage ---
@@ -186,7 +205,8 @@ def test_run_with_data_does_not_say_that_it_is_empty(page):
 
 
 def test_damaged_lines_are_counted_not_fatal(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "sft", "sft/loss": 2.0}\n[1]\n{"step": "x"}\n{"step": 2, "pha')
+    lines = ['{"step": 1, "phase": "sft", "sft/loss": 2.0}', "[1]", '{"step": "x"}', '{"step": 2, "pha']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     (tmp_path / "summary.json").write_text("[1, 2]")
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "000001.jsonl").write_text('{"step": 1, "phase": "rl"}\nnot json\n')
@@ -201,7 +221,8 @@ def test_a_missing_workdir_is_the_users_error(tmp_path):
     with pytest.raises(UserError) as caught:
         report.write_report(tmp_path / "gone")
     error = caught.value
-    assert "gone" in error.found and error.where == "workdir" and "workdir of a run" in error.expected and "metrics.jsonl" in error.fix
+    assert "gone" in error.found and error.where == "workdir"
+    assert "workdir of a run" in error.expected and "metrics.jsonl" in error.fix
     assert not (tmp_path / "gone").exists()
 
 
@@ -221,11 +242,13 @@ def test_phase_times_total_all_iterations_whatever_the_bars_show():
     rows = [{"step": i, "phase": "rl", "timing_s/gen": 2.0, "timing_s/step": 1.0, "timing_s/iteration": 3.5} for i in range(1000)]
     (times,) = report_curves.phase_times(rows)
     assert (times["parts"], times["totals"], times["count"]) == (["gen", "step", "other"], [2000.0, 1000.0, 500.0], 1000)
-    assert len(times["bars"]) <= report_curves.MAX_BARS and times["bars"][-1][1] == 999 and times["bars"][0][2:] == [2.0, 1.0, 0.5]
+    assert len(times["bars"]) <= report_curves.MAX_BARS
+    assert times["bars"][-1][1] == 999 and times["bars"][0][2:] == [2.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("counts, most, want", [
-    ([10, 2, 10], 12, [5, 2, 5]), ([3, 3], 100, [3, 3]), ([1, 1, 1, 1, 1], 3, [1, 0, 1, 0, 1]), ([5, 5], 1, [1, 0]), ([], 5, []), ([4], 0, [0])])
+    ([10, 2, 10], 12, [5, 2, 5]), ([3, 3], 100, [3, 3]),
+    ([1, 1, 1, 1, 1], 3, [1, 0, 1, 0, 1]), ([5, 5], 1, [1, 0]), ([], 5, []), ([4], 0, [0])])
 def test_shares(counts, most, want):
     assert report_rollouts.shares(counts, most) == want
 
@@ -248,18 +271,23 @@ def test_rollouts_are_bounded_in_bytes_too(tmp_path):
 def test_a_long_response_is_cut_and_says_by_how_much():
     n = report_rollouts.MAX_TOKENS + 7
     row = report_rollouts.embedded({"tokens": ["a"] * n, "token_rewards": [0.1] * n, "step_of_token": [0] * n})
-    assert len(row["tokens"]) == len(row["rewards"]) == len(row["steps"]) == report_rollouts.MAX_TOKENS and row["cut"] == 7
+    assert [len(row[column]) for column in ("tokens", "rewards", "steps")] == [report_rollouts.MAX_TOKENS] * 3
+    assert row["cut"] == 7
 
 
 def test_rows_with_missing_columns_still_show():
-    row = report_rollouts.embedded({"response": "abc", "outcome": float("nan"), "token_rewards": [1.0, 2.0], "step_of_token": None})
+    row = report_rollouts.embedded({"response": "abc", "outcome": float("nan"), "token_rewards": [1.0, 2.0],
+                                      "step_of_token": None})
     assert row["tokens"] == ["abc"] and row["rewards"] == [1.0] and row["steps"] == [-1]
+    short = report_rollouts.embedded({"tokens": ["a", "b"], "token_rewards": [1.0], "step_of_token": [0]})
+    assert (short["rewards"], short["steps"]) == ([1.0, None], [0, -1])
     assert row["verdict"] == "unknown" and not {"outcome", "returns", "advantages", "first_error", "scores"} & set(row)
 
 
 @pytest.mark.parametrize("row, want", [
     ({"outcome": 1.0, "known": True, "valid": True}, "correct"), ({"outcome": 0.0, "known": True, "valid": True}, "wrong"),
-    ({"outcome": 0.0, "known": False, "valid": True}, "unknown"), ({"outcome": None}, "unknown"), ({"outcome": 1.0, "valid": False}, "filler")])
+    ({"outcome": 0.0, "known": False, "valid": True}, "unknown"),
+    ({"outcome": None}, "unknown"), ({"outcome": 1.0, "valid": False}, "filler")])
 def test_verdict(row, want):
     assert report_rollouts.verdict(row) == want
 
@@ -271,12 +299,13 @@ def test_verdict(row, want):
 def hostile_page(tmp_path_factory):
     run = write_run(tmp_path_factory.mktemp("runs") / "hostile & <b>run<", sft=10, prm=5, rl=10)
     bad = rollout(np.random.default_rng(0), 15, 0, right=False) | {
-        "prompt": HOSTILE, "response": HOSTILE, "tokens": [HOSTILE, *HOSTILE], "answer": HOSTILE, "stop": HOSTILE, "phase": HOSTILE}
+        "prompt": HOSTILE, "response": HOSTILE, "tokens": [HOSTILE, *HOSTILE], "answer": HOSTILE,
+        "stop": HOSTILE, "phase": HOSTILE}
     (run / "samples" / "000015.jsonl").write_text(json.dumps(bad) + "\n")
     (run / "config.json").write_text(json.dumps({HOSTILE: HOSTILE, "task": {"name": HOSTILE}}))
     (run / "summary.json").write_text(json.dumps({HOSTILE: 1.0}))
     with open(run / "metrics.jsonl", "a") as out:
-        out.write(json.dumps({"step": 26, "phase": "rl", f"group/{HOSTILE}": 1.0}) + "\n")
+        out.write(json.dumps({"step": 26, "phase": "rl", f"group/{HOSTILE}": 1.0}) + "\n" + "not a line\n")
     return report.write_report(run)
 
 
@@ -285,8 +314,9 @@ def test_hostile_text_stays_data(hostile_page):
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text and "<!--" not in text
     assert "<title>hostile &amp; &lt;b&gt;run&lt; · jprm report</title>" in text
     data = data_of(hostile_page)
-    row = next(row for it in data["rollouts"]["iterations"] for row in it["rows"] if row["prompt"] == HOSTILE)
-    assert row["tokens"][0] == HOSTILE and row["answer"] == HOSTILE  # and nothing was lost by it
+    whole = HOSTILE.replace("\ud800", "\ufffd")  # half a surrogate pair is no text
+    row = next(row for it in data["rollouts"]["iterations"] for row in it["rows"] if row["prompt"] == whole)
+    assert row["tokens"][0] == whole and row["answer"] == whole  # and nothing was lost by it
 
 
 # --- in a browser ---
@@ -303,7 +333,8 @@ def test_opens_offline_without_console_errors(which, request, tmp_path):
     browser = chromium()
     path = report.write_report(tmp_path) if which == "empty" else request.getfixturevalue(which)
     done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking",
          "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
          "--window-size=1280,2400", "--virtual-time-budget=4000", "--dump-dom", path.resolve().as_uri()],
         capture_output=True, text=True, timeout=120)
@@ -311,6 +342,10 @@ def test_opens_offline_without_console_errors(which, request, tmp_path):
     assert "<title>owned" not in done.stdout
     body = done.stdout.split('id="data"')[0]
     assert "<h1>" in body  # the script ran
+    shown = body.split('id="config"')[0]  # a config may well say false
+    assert not re.search(r">(false|null|undefined|NaN)<|\[object", shown)
+    if which == "hostile_page":
+        assert "1 line could not be read" in body and "<img" not in body
     if which == "page":
         assert body.count("<figure") == len([p for g in data_of(path)["groups"] for p in g["panels"]])
         assert 'class="tok pos"' in body and 'class="tok neg"' in body
