@@ -5,6 +5,7 @@ are read (only the rows and columns it holds), transposed and cast into one buff
 dropped. The host never holds more than the device arrays themselves and one shard.
 """
 
+import gc
 import pathlib
 import re
 from collections.abc import Iterator
@@ -218,10 +219,15 @@ def load_params(path: str | pathlib.Path, cfg: ModelConfig, mesh: Mesh | None = 
             buffer[...] = read_window(weights, spec.hf_name, spec, window)
         return buffer
 
+    def settle(arrays: Any) -> Any:
+        jax.block_until_ready(arrays)
+        gc.collect(0)  # jax lets go of the buffers it has copied in a callback of the collector: without it several linger
+        return arrays
+
     def one(spec: ParamSpec) -> jax.Array:
         whole = tuple(slice(0, n) for n in spec.shape)
         if mesh is None:
-            return jax.block_until_ready(jnp.asarray(shard(spec, whole)))
+            return settle(jnp.asarray(shard(spec, whole)))
         placement = sharding(mesh, spec.axes)
         devices_of: dict[tuple, list[jax.Device]] = {}  # replicas are read once; slices are not hashable before Python 3.12
         for device, index in placement.addressable_devices_indices_map(spec.shape).items():
@@ -229,8 +235,8 @@ def load_params(path: str | pathlib.Path, cfg: ModelConfig, mesh: Mesh | None = 
         arrays = []
         for bounds, devices in devices_of.items():
             buffer = shard(spec, tuple(slice(*b) for b in bounds))
-            # Wait, so that the next buffer is not built while this one is still on its way.
-            arrays += jax.block_until_ready([jax.device_put(buffer, d) for d in devices])
+            arrays += settle([jax.device_put(buffer, d) for d in devices])
+            del buffer  # before the next one is built
         return jax.make_array_from_single_device_arrays(spec.shape, placement, arrays)
 
     return map_specs(one, cfg)
