@@ -227,7 +227,7 @@ def load_params(path: str | pathlib.Path, cfg: ModelConfig, mesh: Mesh | None = 
     def one(spec: ParamSpec) -> jax.Array:
         whole = tuple(slice(0, n) for n in spec.shape)
         if mesh is None:
-            return settle(jnp.asarray(shard(spec, whole)))
+            return settle(jax.device_put(shard(spec, whole)))
         placement = sharding(mesh, spec.axes)
         devices_of: dict[tuple, list[jax.Device]] = {}  # replicas are read once; slices are not hashable before Python 3.12
         for device, index in placement.addressable_devices_indices_map(spec.shape).items():
