@@ -104,13 +104,13 @@ def restore(
 ) -> tuple[Any, dict] | None:
     """Reads the newest whole checkpoint; a damaged one is passed over with a warning that names it and what is used instead.
 
-    All sums of a checkpoint are verified before the first array is read. On several processes every one must call this; each verifies
-    its share of the files.
+    All sums of a checkpoint are verified before the first array is read. On several processes every one must call this; each
+    verifies its share of the files.
 
     Args:
       directory: `<workdir>/checkpoints`.
-      abstract_for_meta: meta -> tree of `jax.ShapeDtypeStruct` *with shardings*: the state to fill. It is given `meta.json` so that
-        it can look at the stored config first, e.g. with `same_run.check_same_run`. Shardings may differ from those that were saved.
+      abstract_for_meta: meta -> tree of `jax.ShapeDtypeStruct` *with shardings*: the state to fill. It is given `meta.json` so
+        that it can look at the stored config first, e.g. with `same_run.check_same_run`. Shardings may differ from the saved ones.
       step: read exactly this one; then nothing else is tried.
       partial: the abstract state may name only some of the stored arrays (one role of several).
 
@@ -126,8 +126,10 @@ def restore(
         candidates = [path for path in candidates if int(path.name) == step]
         if not candidates:
             raise UserError(
-                f"no checkpoint of step {step}", expected=f"one of {', '.join(found) or '(there are none)'}",
-                where=os.fspath(directory), fix="Name a step that is there, or none for the newest",
+                f"no checkpoint of step {step}",
+                expected=f"one of {', '.join(found) or '(there are none)'}",
+                where=os.fspath(directory),
+                fix="Name a step that is there, or none for the newest",
             )
     if not candidates:
         return None
@@ -140,7 +142,8 @@ def restore(
     else:
         raise UserError(
             "; ".join(f"{path.name}: {_few(problems)}" for path, problems in damaged),
-            expected="a checkpoint whose files match its manifest", where=os.fspath(directory),
+            expected="a checkpoint whose files match its manifest",
+            where=os.fspath(directory),
             fix="Bring the files back from a copy, or start anew with another config.workdir",
         )
     for bad, problems in damaged:
@@ -205,7 +208,9 @@ def _git_hash() -> str | None:
         return None
     try:
         git = ["git", "-C", os.fspath(root)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
         dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

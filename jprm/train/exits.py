@@ -99,8 +99,9 @@ def is_disk_full(error: BaseException) -> bool:
 class StopSignals:
     """Turns SIGTERM and Ctrl-C into a flag that the loop polls once an iteration.
 
-    With several processes they have to agree on the iteration they stop at, else the next collective never ends. JAX's preemption
-    service does that (it takes SIGTERM itself and passes the news on), so there SIGTERM is left to it and Ctrl-C is passed on as SIGTERM.
+    With several processes they have to agree on the iteration they stop at, else the next collective never ends. JAX's
+    preemption service does that (it takes SIGTERM itself and passes the news on), so there SIGTERM is left to it and Ctrl-C is
+    passed on as SIGTERM.
 
     Example:
       >>> with StopSignals() as signals:                     # doctest: +SKIP
@@ -158,8 +159,13 @@ def _several_processes() -> bool:
 
 
 def finish(
-    workdir: epath.PathLike | None, cause: str, *, step: int, last_checkpoint: epath.PathLike | None = None,
-    resume_command: str | None = None, message: str = "",
+    workdir: epath.PathLike | None,
+    cause: str,
+    *,
+    step: int,
+    last_checkpoint: epath.PathLike | None = None,
+    resume_command: str | None = None,
+    message: str = "",
 ) -> int:
     """Writes `<workdir>/exit_report.json` and prints the run's last line; process 0 only. Never raises.
 
@@ -192,8 +198,7 @@ def finish(
     }
     if workdir is not None:
         try:
-            path = epath.Path(workdir) / REPORT
-            path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+            (epath.Path(workdir) / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:  # a full disk must not cost the exit code
             _log.warning("%s could not be written: %s", REPORT, error)
     sys.stdout.flush()

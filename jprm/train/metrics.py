@@ -28,7 +28,7 @@ class MetricsWriter:
 
     Args:
       workdir: of the run; must exist.
-      resumed_from: the step this run was restored at; rows of later steps are cut. 0 or None: the run starts, the file starts empty.
+      resumed_from: the step this run was restored at; rows of later steps are cut. 0 or None: the run starts, the file is empty.
       tensorboard: also write `<workdir>/tb` (through tensorboardX).
     """
 
@@ -93,7 +93,9 @@ def scalar(name: str, value: Any) -> float:
     """A Python float of a number or an array of one element."""
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biufV":  # V: ml_dtypes such as bfloat16
-        raise TypeError(f"metric {name!r} is {type(value).__name__} of shape {array.shape} and dtype {array.dtype}, not one number")
+        raise TypeError(
+            f"metric {name!r} is {type(value).__name__} of shape {array.shape} and dtype {array.dtype}, not one number"
+        )
     return float(array.reshape(()).astype(np.float64))
 
 
@@ -118,7 +120,7 @@ def cut_history(path: os.PathLike | str, step: int) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """Sends the log to `<workdir>/run.log` (process i > 0: `run.<i>.log`), and warnings to the terminal as well, above a running bar.
+    """Sends the log to `<workdir>/run.log` (process i > 0: `run.<i>.log`), and warnings to the terminal too, above a running bar.
 
     `jprm` logs from INFO on, libraries from WARNING on. A resumed run appends.
 

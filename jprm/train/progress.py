@@ -1,6 +1,6 @@
 """What a person sees while a run goes: a bar on a terminal, plain lines under nohup or in a scheduler's log.
 
-    rl 12/80  acc .41  prm auc .63  1.31 s/it  ETA 1m29s  gen .6 verify .0 step .7
+rl 12/80  acc .41  prm auc .63  1.31 s/it  ETA 1m29s  gen .6 verify .0 step .7
 """
 
 import math
@@ -17,8 +17,8 @@ from tqdm import tqdm
 class Progress:
     """Shows one phase at a time; silent on every process but the first.
 
-    The rate is an average that forgets (weight .2 for the newest iteration). It leaves out the first iteration of each phase, which
-    compiles, and so does the ETA, which is of the current phase: other phases run at other speeds.
+    The rate is an average that forgets (weight .2 for the newest iteration). It leaves out the first iteration of each phase,
+    which compiles, and so does the ETA, which is of the current phase: other phases run at other speeds.
 
     Args:
       interval_s: without a terminal, print at least this often …
@@ -124,7 +124,7 @@ def number(value: float, digits: int = 2) -> str:
     """Short and stable in width: ".41", "1.31", "123", "3.2e-05"."""
     value = float(value)
     if not math.isfinite(value):
-        return "non-finite"  # a log watcher that greps for a well-known three-letter word must not kill a run that skips such updates
+        return "non-finite"  # log watchers grep for a three-letter word; they must not kill a run that only skips an update
     if value != 0 and abs(value) < 0.5 * 10**-digits and digits > 1:
         return f"{value:.1e}"
     text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.{digits}f}"

@@ -38,7 +38,9 @@ def check_same_run(stored: Mapping, current: Mapping, *, where: str, free: Seque
 
     if refused:
         raise UserError(
-            f"another config: {'; '.join(say(refused))}", expected="the config the run was started with", where=where,
+            f"another config: {'; '.join(say(refused))}",
+            expected="the config the run was started with",
+            where=where,
             fix=f"Set config.{refused[0]}={json.dumps(old[refused[0]])}{' and the others' if len(refused) > 1 else ''} back, "
             "or name a new config.workdir",
         )

@@ -1,7 +1,8 @@
 """Writing checkpoints while the run goes on.
 
-A save copies the arrays to the host, returns, and is finished by a thread: Orbax writes, every process hashes and flushes its files,
-process 0 writes the manifest and renames `000123.tmp` to `000123`. Whatever instant the power goes, a numbered folder is whole.
+A save copies the arrays to the host, returns, and is finished by a thread: Orbax writes, every process hashes and flushes its
+files, process 0 writes the manifest and renames `000123.tmp` to `000123`. Whatever instant the power goes, a numbered folder is
+whole.
 On object stores nothing can be renamed: the files are written in place and the manifest, written last, is the commit.
 """
 
@@ -33,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Saver:
     """Saves states asynchronously, keeps the last few, and never hides that a save failed.
 
-    A full disk: the unfinished files are removed, the run goes on with an error in the log, `failures` counts it; the second failure in
-    a row raises `Stop("disk_full")` from the next `save` or `wait`. Every other error is raised there at once, as it is.
+    A full disk: the unfinished files are removed, the run goes on with an error in the log, `failures` counts it; the second
+    failure in a row raises `Stop("disk_full")` from the next `save` or `wait`. Every other error is raised there as it is.
 
     Args:
       directory: `<workdir>/checkpoints`; created by the first save.
@@ -84,7 +85,7 @@ class Saver:
     def save(self, step: int, state: Any, meta: dict) -> None:
         """Starts saving `state` as checkpoint `step`, after waiting for the save before it.
 
-        When this returns the values are on the host: the state's buffers may be donated. A step that is saved already is left alone.
+        When this returns the values are on the host: the state's buffers may be donated. A step that is saved is left alone.
 
         Args:
           step: iterations done. If the state has a `step`, it must be the same number.
@@ -113,9 +114,8 @@ class Saver:
             indent=1,
             default=_plain,
         )
-        # numpy leaves are copied: Orbax would read them later, when the caller may have changed them
-        arrays = {name: leaf if isinstance(leaf, jax.Array) else np.array(leaf) for name, leaf in leaves.items()}
-        arrays = {name: leaf for name, leaf in arrays.items() if leaf.size}
+        arrays = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for name, leaf in leaves.items()}
+        arrays = {name: leaf for name, leaf in arrays.items() if leaf.size}  # Orbax stores no empty arrays; `restore` makes them
         target = self._target(step)
         try:
             if jax.process_index() == 0:
@@ -192,7 +192,11 @@ class Saver:
             kept = self.last_checkpoint or "there is none yet"
             _log.error(
                 "NO SPACE for checkpoint %d in %s (%s). The run goes on; the newest complete checkpoint: %s. "
-                "Make room: a second failure in a row ends the run.", step, self.directory, _first_line(error), kept,
+                "Make room: a second failure in a row ends the run.",
+                step,
+                self.directory,
+                _first_line(error),
+                kept,
             )
 
     # ------------------------------------------------------------------------------------------------ folders and retention
@@ -205,7 +209,7 @@ class Saver:
         return path if manifest.is_object_store(path) else path.with_name(path.name + _TMP)
 
     def _tidy(self, target: epath.Path) -> None:
-        """Before a save: left-overs of killed saves go; before the first one, a future that this run does not continue is set aside."""
+        """Before a save, left-overs of killed saves go; before the first, a future that this run does not continue is set aside."""
         if self.directory.is_dir():
             for path in list(self.directory.iterdir()):
                 if path.name.endswith(_TMP):
@@ -259,7 +263,9 @@ def check_space(directory: epath.PathLike, abstract_state: Any, keep: int) -> No
         os.rmdir(probe)
     except OSError as error:
         raise UserError(
-            f"{error.strerror} ({os.fspath(directory)})", expected="a folder that can be written", where="config.workdir",
+            f"{error.strerror} ({os.fspath(directory)})",
+            expected="a folder that can be written",
+            where="config.workdir",
             fix="Name a folder you may write to",
         ) from error
     size = checkpoint.state_bytes(abstract_state)
@@ -269,12 +275,13 @@ def check_space(directory: epath.PathLike, abstract_state: Any, keep: int) -> No
         raise UserError(
             f"{free / 2**20:.0f} MiB free in {os.fspath(directory)}",
             expected=f"{needed / 2**20:.0f} MiB ({size / 2**20:.0f} MiB for each of {keep} kept checkpoints and one being written)",
-            where="config.workdir", fix="Make room, lower config.checkpoint.keep, or name a workdir on a larger disk",
+            where="config.workdir",
+            fix="Make room, lower config.checkpoint.keep, or name a workdir on a larger disk",
         )
 
 
 def _owner(name: str) -> int:
-    """The process that wrote a file: Orbax writes per process into `ocdbt.process_3/` and the like; the rest is process 0's."""
+    """The process that wrote a file: Orbax writes into `ocdbt.process_3/` and the like; the rest is process 0's."""
     for part in name.split("/"):
         head, _, number = part.rpartition("process_")
         if number.isdigit() and (head == "" or head.endswith(".")) and int(number) < jax.process_count():
@@ -283,8 +290,8 @@ def _owner(name: str) -> int:
 
 
 def _together(what: str) -> None:
-    """A barrier of all processes through the coordination service: unlike `sync_global_devices` it runs nothing on the devices, so it is
-    safe in a thread beside the training step. Every process passes here in the same order, hence the counter agrees."""
+    """A barrier of all processes through the coordination service: unlike `sync_global_devices` it runs nothing on the devices,
+    so it is safe in a thread beside the training step. Every process passes here in the same order: the counter agrees."""
     number = next(_sync_number)
     if jax.process_count() > 1:
         asyncio.run(ocp.multihost.sync_global_processes(f"jprm_{what}", operation_id=f"jprm-save-{number}"))

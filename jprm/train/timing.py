@@ -31,7 +31,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
-        """The metrics of the iteration that ends here, `timing_s/iteration` (since the last call) among them; starts the next one."""
+        """The metrics of the iteration that ends here, with `timing_s/iteration` (since the last call); starts the next one."""
         now = time.perf_counter()
         metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["timing_s/iteration"] = now - self._start

@@ -1,5 +1,8 @@
-"""Checkpoints: what was saved comes back bit for bit, and damage is noticed. Seen to fail: without the hash check (bit flip), without the
-numpy copy (overwrite), with unsorted candidates (newest first), with the sharding of the file (resharding), with keep + 1 removed."""
+"""Checkpoints: what was saved comes back bit for bit, and damage is noticed.
+
+Seen to fail: without the comparison of sums (bit flip) or sizes (truncated), with candidates oldest first, with the shardings of
+the file (resharding), with the write in place (kills), with keep + 1, without set-aside, with the writer's error swallowed.
+"""
 
 import functools
 import json
@@ -148,7 +151,9 @@ def test_resharding(tmp_path, shape, spec):
         pytest.skip("needs 8 (virtual) devices")
     big = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     state = make_state(5)
-    state = state.replace(params={**state.params, "w": jax.device_put(state.params["w"], NamedSharding(big, PartitionSpec("data")))})
+    state = state.replace(
+        params={**state.params, "w": jax.device_put(state.params["w"], NamedSharding(big, PartitionSpec("data")))}
+    )
     with Saver(tmp_path / "c", keep=1) as s:
         s.save(5, state, {})
     devices = jax.devices()[: shape[0] * shape[1]]
@@ -332,7 +337,9 @@ def small_disk(tmp_path):
     """A real file system of 3 MiB where this process may mount one."""
     path = tmp_path / "disk"
     path.mkdir()
-    mount = shutil.which("mount") and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", path], capture_output=True)
+    mount = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", path], capture_output=True
+    )
     if not mount or mount.returncode:
         pytest.skip("mounting a small file system needs root")
     yield path
@@ -375,7 +382,9 @@ def test_no_space_while_committing(tmp_path, monkeypatch):
 
 def test_space_is_checked_before_the_run(tmp_path, template):
     check_space(tmp_path / "c", template, keep=2)
-    assert checkpoint.state_bytes({"w": jnp.zeros((3, 4)), "key": jax.random.key(0), "h": jnp.zeros(5, jnp.bfloat16)}) == 48 + 8 + 10
+    assert (
+        checkpoint.state_bytes({"w": jnp.zeros((3, 4)), "key": jax.random.key(0), "h": jnp.zeros(5, jnp.bfloat16)}) == 48 + 8 + 10
+    )
     with pytest.raises(UserError) as e:
         check_space(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2**50,), jnp.float32)}, keep=2)
     assert "MiB free" in e.value.found and e.value.expected.startswith(f"{3 * 2**32} MiB") and e.value.where == "config.workdir"
@@ -425,7 +434,9 @@ def save_for_ever(directory, first):
 
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole(tmp_path, template):
     directory, rng = tmp_path / "checkpoints", np.random.default_rng(0)
-    server = multiprocessing.get_context("forkserver")  # forks from a process that has imported, but not started, JAX: fast and safe
+    server = multiprocessing.get_context(
+        "forkserver"
+    )  # forks from a process that has imported, but not started, JAX: fast and safe
     server.set_forkserver_preload(["jprm.train.saver", "optax", "flax", "pytest"])
     left_over, step = 0, 0
     for _ in range(8):

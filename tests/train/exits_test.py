@@ -1,4 +1,7 @@
-"""How a run ends. Seen to fail: with the second Ctrl-C swallowed, with `resumable` not asking for a checkpoint, with a free key refused."""
+"""How a run ends.
+
+Seen to fail: with the second Ctrl-C swallowed, with `resumable` not asking for a checkpoint, with a cause's cause not looked at.
+"""
 
 import json
 import logging
@@ -20,7 +23,9 @@ from jprm.train.same_run import check_same_run
 def test_codes_are_distinct_and_documented():
     codes = [code for code, _ in EXITS.values()]
     assert len(set(codes)) == len(codes)
-    rows = [line.split("|")[1:4] for line in exits.__doc__.splitlines() if line.startswith("| ") and "cause" not in line.split("|")[1]]
+    rows = [
+        line.split("|")[1:4] for line in exits.__doc__.splitlines() if line.startswith("| ") and "cause" not in line.split("|")[1]
+    ]
     assert {c.strip(): (int(n), r.strip() == "yes") for c, n, r in rows} == {k: tuple(v) for k, v in EXITS.items()}
 
 
@@ -36,7 +41,10 @@ CAUSES = {
     "ctrl-c": (KeyboardInterrupt(), "interrupted"),
     "disk": (OSError(28, "No space left on device"), "disk_full"),
     "disk, quota": (OSError(122, "Disk quota exceeded"), "disk_full"),
-    "disk, by TensorStore": (ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device [os_error_code='28']"), "disk_full"),
+    "disk, by TensorStore": (
+        ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device [os_error_code='28']"),
+        "disk_full",
+    ),
     "disk, as a cause": (raised_from(OSError(28, "full")), "disk_full"),
     "memory": (MemoryError(), "out_of_memory"),
     "device memory": (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out_of_memory"),
@@ -63,15 +71,22 @@ def test_report_and_last_line(tmp_path, capsys, monkeypatch):
     report = json.loads((tmp_path / "exit_report.json").read_text())
     assert report.pop("time")[:2] == "20"
     assert report == {
-        "cause": "preempted", "code": 75, "step": 123, "last_checkpoint": str(tmp_path / "checkpoints/000123"), "resumable": True,
-        "resume_command": "jprm train '--config=a b.py'", "message": "SIGTERM",
+        "cause": "preempted",
+        "code": 75,
+        "step": 123,
+        "last_checkpoint": str(tmp_path / "checkpoints/000123"),
+        "resumable": True,
+        "resume_command": "jprm train '--config=a b.py'",
+        "message": "SIGTERM",
     }
     exits.clear_report(tmp_path)
     exits.clear_report(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("cause, checkpoint, resumable", [("crash", None, "no"), ("crash", "c", "yes"), ("done", "c", "no"), ("user_error", "c", "no")])
+@pytest.mark.parametrize(
+    "cause, checkpoint, resumable", [("crash", None, "no"), ("crash", "c", "yes"), ("done", "c", "no"), ("user_error", "c", "no")]
+)
 def test_resumable(tmp_path, capsys, cause, checkpoint, resumable):
     finish(tmp_path, cause, step=1, last_checkpoint=checkpoint)
     assert capsys.readouterr().out.endswith(f"resumable={resumable}\n")
@@ -130,11 +145,25 @@ def test_a_process_leaves_with_its_code(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------- config of a workdir
 
-STORED = {"seed": 0, "model": {"dim": 96, "stops": [1, 2]}, "rl": {"lr": 1e-4, "iterations": 80}, "log": {"every": 1}, "workdir": "a"}
+STORED = {
+    "seed": 0,
+    "model": {"dim": 96, "stops": [1, 2]},
+    "rl": {"lr": 1e-4, "iterations": 80},
+    "log": {"every": 1},
+    "workdir": "a",
+}
 
 
 def config(**changes):
-    new = ml_collections.ConfigDict({"seed": 0, "model": {"dim": 96, "stops": (1, 2)}, "rl": {"lr": 1e-4, "iterations": 80}, "log": {"every": 1}, "workdir": "a"})
+    new = ml_collections.ConfigDict(
+        {
+            "seed": 0,
+            "model": {"dim": 96, "stops": (1, 2)},
+            "rl": {"lr": 1e-4, "iterations": 80},
+            "log": {"every": 1},
+            "workdir": "a",
+        }
+    )
     new.update_from_flattened_dict(changes)
     return new
 

@@ -1,4 +1,7 @@
-"""metrics.jsonl is the history of one run, whatever happened to it. Seen to fail: with allow_nan, without the cut, without the last-line check."""
+"""metrics.jsonl is the history of one run, whatever happened to it.
+
+Seen to fail: with the value written as it is, without the cut, with the half row read, with time starting anew.
+"""
 
 import json
 import logging
@@ -21,7 +24,13 @@ def write(workdir, steps, resumed_from=None, **options):
 
 def test_a_row(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        values = {"actor/loss": jnp.float32(0.5), "prm/lr": np.float64(1e-4), "n": 3, "b": jnp.ones((1,), jnp.bfloat16), "t": np.bool_(True)}
+        values = {
+            "actor/loss": jnp.float32(0.5),
+            "prm/lr": np.float64(1e-4),
+            "n": 3,
+            "b": jnp.ones((1,), jnp.bfloat16),
+            "t": np.bool_(True),
+        }
         writer.write(1, "rl", values)
         (row,) = read_metrics(tmp_path / "metrics.jsonl")  # readable while the run goes on
     assert list(row)[:3] == ["step", "phase", "time_s"]
@@ -60,7 +69,9 @@ def test_time_goes_on_after_a_resume(tmp_path):
     assert 1000.0 <= read_metrics(tmp_path / "metrics.jsonl")[1]["time_s"] < 1100.0
 
 
-@pytest.mark.parametrize("tail", ['{"step": 3, "pha', '{"step": 3, "phase": "rl"}'], ids=["half a row", "a row without its newline"])
+@pytest.mark.parametrize(
+    "tail", ['{"step": 3, "pha', '{"step": 3, "phase": "rl"}'], ids=["half a row", "a row without its newline"]
+)
 def test_a_row_cut_by_a_kill_is_dropped(tmp_path, tail):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "phase": "rl"}\n{"step": 2, "phase": "rl"}\n' + tail)

@@ -1,4 +1,7 @@
-"""A bar on a terminal, lines elsewhere, nothing on other processes. Seen to fail: `_terminal` forced either way, the last-iteration clause removed."""
+"""A bar on a terminal, lines elsewhere, nothing on other processes.
+
+Seen to fail: without the last-iteration clause, with the compiling iteration in the rate, with tqdm asked for a size of 0.
+"""
 
 import io
 import os
@@ -12,7 +15,10 @@ import pytest
 
 from jprm.train.progress import Progress, duration, number
 
-METRICS, TIMINGS = {"acc": 0.41, "prm auc": 0.63}, {"timing_s/gen": 0.6, "timing_s/verify": 0.0, "timing_s/step": 0.7, "timing_s/iteration": 1.3}
+METRICS, TIMINGS = (
+    {"acc": 0.41, "prm auc": 0.63},
+    {"timing_s/gen": 0.6, "timing_s/verify": 0.0, "timing_s/step": 0.7, "timing_s/iteration": 1.3},
+)
 
 
 @pytest.fixture
@@ -84,12 +90,23 @@ def test_other_processes_are_silent(clock, monkeypatch):
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.41, ".41"), (-0.4, "-.40"), (1.306, "1.31"), (10.0, "10.00"), (123.4, "123"), (0, ".00"), (3.2e-5, "3.2e-05"), (float("nan"), "non-finite")],
+    [
+        (0.41, ".41"),
+        (-0.4, "-.40"),
+        (1.306, "1.31"),
+        (10.0, "10.00"),
+        (123.4, "123"),
+        (0, ".00"),
+        (3.2e-5, "3.2e-05"),
+        (float("nan"), "non-finite"),
+    ],
 )
 def test_number(value, text):
     assert number(value) == text
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "0s"), (9.4, "9s"), (89, "1m29s"), (3600, "1h00m"), (11100, "3h05m"), (187200, "2d04h")])
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0s"), (9.4, "9s"), (89, "1m29s"), (3600, "1h00m"), (11100, "3h05m"), (187200, "2d04h")]
+)
 def test_duration(seconds, text):
     assert duration(seconds) == text

@@ -1,6 +1,7 @@
 """Two real processes share one state: they save together, agree on when to stop, and one process can read what two wrote.
 
-Seen to fail: with every file hashed by process 0's rule only (`_owner` = 0), with SIGTERM taken by our own handler."""
+Seen to fail: with the sums of process 1 left out of the manifest, with SIGTERM taken by our own handler.
+"""
 
 import json
 import os
@@ -60,7 +61,9 @@ def test_two_processes_save_stop_and_restore_together(tmp_path):
         port = str(s.getsockname()[1])
     logs = [open(tmp_path / f"err{i}", "w+") for i in range(2)]
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(i), port, str(tmp_path)], stdout=subprocess.PIPE, stderr=logs[i], text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(i), port, str(tmp_path)], stdout=subprocess.PIPE, stderr=logs[i], text=True
+        )
         for i in range(2)
     ]
     try:
@@ -78,7 +81,9 @@ def test_two_processes_save_stop_and_restore_together(tmp_path):
             worker.kill()
         for log in logs:
             log.close()
-    assert [worker.returncode for worker in workers] == [75, 75], "".join((tmp_path / f"err{i}").read_text()[-2000:] for i in range(2))
+    assert [worker.returncode for worker in workers] == [75, 75], "".join(
+        (tmp_path / f"err{i}").read_text()[-2000:] for i in range(2)
+    )
     assert outs[0].split("step ")[1] == outs[1].split("step ")[1]
     assert "JPRM_EXIT cause=preempted" in outs[0] and "JPRM_EXIT" not in outs[1]
     step = json.loads((tmp_path / "exit_report.json").read_text())["step"]
@@ -89,6 +94,9 @@ def test_two_processes_save_stop_and_restore_together(tmp_path):
     assert any("process_1/" in name for name in files) and any("process_0/" in name for name in files)
     assert sorted(files) == manifest.files_under(directory / f"{step:06d}")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    template = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=one), "key": jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=one)}
+    template = {
+        "w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=one),
+        "key": jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=one),
+    }
     state, _ = checkpoint.restore(directory, lambda meta: template)
     np.testing.assert_array_equal(state["w"], np.arange(4096.0).reshape(64, 64) + step)
