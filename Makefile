@@ -20,7 +20,7 @@ test: .venv/.test
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-slow: .venv/.extras
-	JPRM_REQUIRE=1 $(BIN)/python -m pytest -q -m slow --durations=15
+	JPRM_REQUIRE=1 $(BIN)/python -m pytest -q -m "slow or extra" --durations=15
 
 lint: .venv/.test
 	$(PIP) ruff

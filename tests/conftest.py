@@ -7,15 +7,26 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import re
 import types
 
 # Before anything imports jax: the device count is read once, when the backend starts.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+# Compiled programs are kept between runs and shared with the processes that tests start; the key holds program and versions.
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
 import pytest  # noqa: E402
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of files that ask for an optional package `extra`: `make test` skips them, `make test-slow` runs them."""
+    for item in items:
+        if re.search(r"\bneeds\(", item.path.read_text()):
+            item.add_marker("extra")
 
 
 def needs(package: str, load: bool = True) -> types.ModuleType | None:
