@@ -110,7 +110,7 @@ def restore(
     Args:
       directory: `<workdir>/checkpoints`.
       abstract_for_meta: meta -> tree of `jax.ShapeDtypeStruct` *with shardings*: the state to fill. It is given `meta.json` so
-        that it can look at the stored config first, e.g. with `same_run.check_same_run`. Shardings may differ from the saved ones.
+        that it can look at the stored config first, e.g. with `same_run.check_same_run`. Shardings may differ from the saved.
       step: read exactly this one; then nothing else is tried.
       partial: the abstract state may name only some of the stored arrays (one role of several).
 

@@ -115,7 +115,7 @@ class Saver:
             default=_plain,
         )
         arrays = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for name, leaf in leaves.items()}
-        arrays = {name: leaf for name, leaf in arrays.items() if leaf.size}  # Orbax stores no empty arrays; `restore` makes them
+        arrays = {name: leaf for name, leaf in arrays.items() if leaf.size}  # `restore` makes the empty ones
         target = self._target(step)
         try:
             if jax.process_index() == 0:
@@ -191,7 +191,7 @@ class Saver:
         if is_disk_full(error):
             kept = self.last_checkpoint or "there is none yet"
             _log.error(
-                "NO SPACE for checkpoint %d in %s (%s). The run goes on; the newest complete checkpoint: %s. "
+                "NO SPACE for checkpoint %d in %s (%s). The run goes on; newest complete checkpoint: %s. "
                 "Make room: a second failure in a row ends the run.",
                 step,
                 self.directory,
@@ -209,7 +209,7 @@ class Saver:
         return path if manifest.is_object_store(path) else path.with_name(path.name + _TMP)
 
     def _tidy(self, target: epath.Path) -> None:
-        """Before a save, left-overs of killed saves go; before the first, a future that this run does not continue is set aside."""
+        """Before a save, left-overs of killed saves go; before the first, a future this run does not continue is set aside."""
         if self.directory.is_dir():
             for path in list(self.directory.iterdir()):
                 if path.name.endswith(_TMP):
@@ -274,7 +274,7 @@ def check_space(directory: epath.PathLike, abstract_state: Any, keep: int) -> No
     if free < needed:
         raise UserError(
             f"{free / 2**20:.0f} MiB free in {os.fspath(directory)}",
-            expected=f"{needed / 2**20:.0f} MiB ({size / 2**20:.0f} MiB for each of {keep} kept checkpoints and one being written)",
+            expected=f"{needed / 2**20:.0f} MiB ({size / 2**20:.0f} MiB each, {keep} kept and one being written)",
             where="config.workdir",
             fix="Make room, lower config.checkpoint.keep, or name a workdir on a larger disk",
         )
