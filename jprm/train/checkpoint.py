@@ -8,6 +8,7 @@
 Writing is in `saver.py`.
 """
 
+import functools
 import json
 import logging
 import os
@@ -191,6 +192,7 @@ def _few(problems: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ code version
 
 
+@functools.cache  # what the process runs is what it imported at its start
 def code_version() -> dict[str, str | None]:
     """`{"jprm": "0.1.0", "git": "<hash>[-dirty]" | None, "jax": "0.10.2", …}`; git only if the package runs from its checkout."""
     versions = {}

@@ -413,6 +413,15 @@ def test_object_store_commits_by_manifest(tmp_path, store, template):
     assert_equal(state, make_state(3))
 
 
+def test_object_store_retention_uncommits_first(tmp_path, store, monkeypatch):
+    removed = []
+    monkeypatch.setattr(saver, "_remove", lambda path: removed.append((path.name, (path / "MANIFEST.json").exists())))
+    with Saver(tmp_path / "c", keep=1) as s:
+        for step in (1, 2):
+            s.save(step, {"w": jnp.ones(3)}, {})
+    assert removed == [("000001", False)]
+
+
 def test_object_store_without_manifest_is_not_a_checkpoint(tmp_path, store, monkeypatch):
     s = Saver(tmp_path / "c", keep=2)
     monkeypatch.setattr(manifest, "write_manifest", lambda *args: None)
