@@ -98,9 +98,9 @@ def default_config() -> ConfigDict:
     c.eval = e = ConfigDict()
     e.every = 0  # iterations of RL between evaluations; 0: only where a phase ends
     e.problems, e.samples, e.batch = 200, 4, 64  # problems of the eval split x samples at the training temperature; prompts per call
-    e.pass_k = 0  # > 0: pass@k and majority@k over this many samples in the final evaluation
-    e.first_error = False  # ProcessBench F1 of the PRM against the task's own truth in the final evaluation
-    e.final_samples = 0  # 0: as `samples`
+    e.pass_k = 0  # > 0: also pass@k, majority@k and best-of-k over this many samples, before RL and at the end
+    e.prm_score = "single_sum"  # how step scores rank whole responses, see jprm.reward.scores
+    e.first_error_score = "single"  # single | accumulative: the step score that is compared with a threshold
 
     c.checkpoint = k = ConfigDict()
     k.every, k.keep = 100, 2  # iterations; newest complete ones kept

@@ -67,6 +67,8 @@ class MetricsWriter:
         if self._board is not None:
             prefix = "eval/" if phase == "eval" else ""
             for name, value in values.items():
+                if not math.isfinite(value):  # a gap in the curve; tensorboardX would warn at each
+                    continue
                 self._board.add_scalar(name if name.startswith(prefix) else prefix + name, value, int(step))
 
     def flush(self) -> None:

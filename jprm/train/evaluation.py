@@ -1,0 +1,166 @@
+"""Held-out problems: sample, verify, score by the PRM; one dictionary of numbers and the rollouts behind it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jprm.evals.first_error import chance_f1, f1, predict, tune_threshold
+from jprm.evals.votes import best_of_n, majority_accuracy, pass_at_k
+from jprm.model.sampling import Sampling
+from jprm.model.spec import Params
+from jprm.reward import implicit
+from jprm.reward.scores import response_score, step_scores
+from jprm.rl.rollouts import Rollouts, to_window
+from jprm.rl.step import Batch, response_logps
+from jprm.tasks.task import Problem
+from jprm.tasks.verifiers import extract_number
+from jprm.train.prompts import prompt_batch, replicated, responses
+from jprm.train.rollout import device_verifier, fetch, make_sampler, to_rollouts, verify_on_host
+from jprm.train.setup import Run
+from jprm.train.state import TrainState
+
+EVAL_STREAM = 1_000_003  # folded into the seed: evaluation never draws the noise of training
+
+
+@dataclasses.dataclass
+class Scored:
+    """Sampled responses to held-out problems, on the host, prompt-major [R] = P x G.
+
+    step_scores, exists: f32/bool[R, S] and response_score f32[R]: by the PRM; None without one.
+    """
+
+    problems: list[Problem]
+    group: int
+    texts: list[str]
+    outcome: np.ndarray
+    known: np.ndarray
+    rollouts: dict[str, np.ndarray]
+    response_score: np.ndarray | None = None
+    step_scores: np.ndarray | None = None
+    exists: np.ndarray | None = None
+    token_rewards: np.ndarray | None = None
+
+    @property
+    def correct(self) -> np.ndarray:
+        """bool[P, G]; a response without a verdict is not correct."""
+        return ((self.outcome > 0.5) & self.known).reshape(-1, self.group)
+
+
+class Evaluator:
+    """Compiles once per sampling mode and evaluates any state of the run.
+
+    A problem set that is no multiple of the batch is filled up with its first problems; the filler is dropped from every statistic.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.problems = [run.task.eval[i] for i in range(min(run.config.eval.problems, len(run.task.eval)))]
+        self._programs: dict[Any, Callable] = {}
+        self._score = jax.jit(self._prm_scores)
+
+    def _prm_scores(self, prm: Params, reference: Params, rollouts: Rollouts) -> dict[str, jax.Array]:
+        p, e = self.run.config.prm, self.run.config.eval
+        rows = to_window(rollouts, self.run.config.sampling.max_new)
+        batch = Batch(rollouts.tokens, rollouts.prompt_lengths, rows.tokens, rows.token_mask)
+        q = implicit.log_ratio(response_logps(prm, self.run.cfg, batch)[0], response_logps(reference, self.run.cfg, batch)[0], batch.mask)
+        scale = p.beta * p.score_scale
+        steps, exists = step_scores(q, batch.mask, rows.step, p.max_steps, scale, e.first_error_score)
+        score = response_score(q, batch.mask, rows.step, p.max_steps, scale, e.prm_score)
+        return {"token_rewards": implicit.token_rewards(q, batch.mask, scale), "step_scores": steps, "exists": exists, "response_score": score}
+
+    def _program(self, sampling: Sampling, group: int) -> Callable:
+        """One jitted call: sample, and verify where the task can on the device."""
+        run, verifier = self.run, device_verifier(self.run)
+        draw = make_sampler(run, sampling, group)
+
+        def call(params, tokens, lengths, columns, seed, index):
+            s = draw(params, tokens, lengths, seed, index)
+            if verifier is None:
+                return s, None
+            outcome, known = verifier(s.tokens, s.prompt_lengths, s.lengths, {k: jnp.repeat(v, group, axis=0) for k, v in columns.items()})
+            return s, to_rollouts(run, s, outcome, known, group)
+
+        return self._programs.setdefault((sampling, group), jax.jit(call))
+
+    def sample(self, state: TrainState, *, group: int, greedy: bool = False, with_prm: bool = False) -> Scored:
+        """``group`` responses to every held-out problem, at the training temperature or greedily."""
+        run, n = self.run, len(self.problems)
+        sampling = dataclasses.replace(run.sampling, temperature=0.0) if greedy else run.sampling
+        call = self._program(sampling, group)
+        size = min(run.config.eval.batch, n)
+        size = -(-size // run.row_shards) * run.row_shards  # rows of a batch must divide over the mesh
+        seed = replicated(run, jnp.uint32((run.config.seed + EVAL_STREAM) % 2**32))
+        parts: list[dict[str, np.ndarray]] = []
+        texts: list[str] = []
+        for start in range(0, n, size):
+            chosen = [self.problems[(start + i) % n] for i in range(size)]
+            batch = prompt_batch(run, chosen)
+            s, rollouts = call(state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start)))
+            if rollouts is None:
+                outcome, known, lengths = verify_on_host(run, batch, s, group)
+                rollouts = to_rollouts(run, s, outcome, known, group, lengths)
+            kept = {k: getattr(rollouts, k) for k in ("tokens", "prompt_lengths", "lengths", "step", "outcome", "known")} | {"stopped": s.stopped}
+            if with_prm:
+                kept |= self._score(state.prm.params, state.reference, rollouts)
+            kept = {k: fetch(v)[: (n - start) * group] for k, v in kept.items()}
+            texts += responses(run, kept["tokens"], kept["prompt_lengths"], kept["lengths"])[0]
+            parts.append(kept)
+        whole = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+        judged = {k: whole[k] for k in ("response_score", "step_scores", "exists", "token_rewards") if k in whole}
+        return Scored(self.problems, group, texts, whole["outcome"], whole["known"], whole, **judged)
+
+    def measure(self, state: TrainState, *, thorough: bool) -> tuple[dict[str, float], Scored]:
+        """Metrics ``eval/…`` of a state and the samples behind them.
+
+        ``accuracy`` is the mean over the first ``eval.samples`` responses per problem. ``thorough`` adds greedy, the k-sample statistics
+        and, with a PRM and a task that knows the truth of steps, first-error F1.
+        """
+        e = self.run.config.eval
+        k = max(e.pass_k, e.samples) if thorough else e.samples
+        with_prm = state.prm is not None and state.reference is not None
+        s = self.sample(state, group=k, with_prm=with_prm)
+        first = s.correct[:, : e.samples]
+        lengths = (s.rollouts["lengths"] - s.rollouts["prompt_lengths"]).astype(float)
+        m = {"accuracy": float(first.mean()), "accuracy_stderr": float(first.mean(axis=1).std() / np.sqrt(len(first))), "problems": float(len(first)),
+             "unknown": float((~s.known).sum()), "response_length": float(lengths.mean()), "stopped": float(s.rollouts["stopped"].mean())}
+        if thorough:
+            m["greedy"] = float(self.sample(state, group=1, greedy=True).correct.mean())
+            if e.pass_k:
+                numbers = [extract_number(t) for t in s.texts]
+                answers = [numbers[i * k : i * k + e.pass_k] for i in range(len(self.problems))]
+                m[f"pass_at_{e.pass_k}"] = pass_at_k(s.correct, e.pass_k)
+                m[f"majority_at_{e.pass_k}"] = majority_accuracy(answers, s.correct)
+                if with_prm:
+                    m[f"prm_best_of_{e.pass_k}"] = best_of_n(s.response_score.reshape(-1, k)[:, : e.pass_k], s.correct[:, : e.pass_k])
+        if with_prm and s.known.any():
+            both = implicit.auc(*(jnp.asarray(x) for x in (s.response_score, s.outcome, s.known)))
+            m["prm_auc"] = float(both[0] / both[1]) if float(both[1]) else float("nan")
+            if thorough:
+                m |= first_error_metrics(self.run, s)
+        return {f"eval/{name}": value for name, value in m.items()}, s
+
+
+def first_errors(run: Run, s: Scored) -> list[int | None]:
+    """The truth of each response: 0-based first wrong step, -1 for none, None where the task does not know."""
+    return [run.task.first_error(s.problems[r // s.group], text) for r, text in enumerate(s.texts)]
+
+
+def first_error_metrics(run: Run, s: Scored) -> dict[str, float]:
+    """ProcessBench F1 of the PRM on the policy's own responses; the threshold comes from the even problems, the figure from the odd ones."""
+    truth = first_errors(run, s)
+    if any(t is None for t in truth) or s.step_scores is None:
+        return {}
+    steps = s.step_scores.shape[1]
+    label = np.minimum(np.array(truth), steps - 1)
+    problem = np.arange(len(truth)) // s.group
+    tune, test = problem % 2 == 0, problem % 2 == 1
+    if not test.any() or not (label[tune] >= 0).any() or not (label[tune] < 0).any():
+        return {}
+    threshold = tune_threshold(s.step_scores[tune], s.exists[tune], label[tune])
+    predicted = predict(s.step_scores[test], s.exists[test], threshold)
+    return {"prm_first_error_f1": f1(predicted, label[test]), "prm_first_error_f1_chance": chance_f1(predicted, label[test], problem[test]),
+            "prm_threshold": threshold}

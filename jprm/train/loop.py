@@ -1,0 +1,218 @@
+"""`jprm train`: one loop for every job. SFT, offline PRM and RL are phases of it; each may have length 0."""
+
+import json
+import logging
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jprm.errors import UserError
+from jprm.rl.learner import Learner
+from jprm.train import checkpoint, exits
+from jprm.train.evaluation import Evaluator
+from jprm.train.metrics import METRICS, MetricsWriter, RunLog, read_metrics
+from jprm.train.phases import Iteration, make_program
+from jprm.train.progress import Progress
+from jprm.train.prompts import replicated
+from jprm.train.same_run import check_same_run
+from jprm.train.samples import write_eval_samples, write_samples
+from jprm.train.saver import Saver
+from jprm.train.setup import Run, build
+from jprm.train.state import Phase, TrainState, abstract_state, enter, make_phases, phase_of
+from jprm.train.wrap_up import wrap_up
+
+log = logging.getLogger(__name__)
+# Short names of the numbers worth a look while a phase runs.
+WATCHED = {
+    "sft": {"sft/loss": "loss"},
+    "prm": {"prm/loss": "loss", "prm/auc": "auc"},
+    "rl": {"critic/score/mean": "acc", "prm/auc": "prm auc", "response_length/mean": "len", "actor/entropy": "entropy"},
+}
+
+
+def run(config: Any) -> int:
+    """Trains, or goes on where the workdir stands. Returns the process's exit code (see :mod:`jprm.train.exits`).
+
+    Raises:
+      UserError: whatever the user can mend; nothing has been overwritten then.
+    """
+    jax.config.update("jax_transfer_guard_device_to_host", "allow")
+    if config.log.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.log.compilation_cache)
+    progress_made = {"step": 0, "last_checkpoint": None}
+    workdir = None
+    try:
+        run = build(config)
+        phases = make_phases(config, run.cfg)
+        workdir = prepare_workdir(run)
+        with RunLog(workdir), exits.StopSignals() as signals, jax.set_mesh(run.mesh):
+            try:
+                cause = train(run, phases, signals, progress_made)
+            except Exception as error:
+                if exits.cause_of(error) == "crash":
+                    log.exception("the run ended")
+                raise
+            finally:
+                run.task.close()
+        return exits.finish(workdir, cause, message="", **progress_made)
+    except BaseException as error:
+        code = exits.finish(workdir, exits.cause_of(error), message=str(error), **progress_made)
+        if isinstance(error, UserError) or workdir is None:
+            raise
+        if not isinstance(error, exits.Stop):  # its traceback is in run.log and on the terminal
+            print(f"jprm: {type(error).__name__}: {error}", file=sys.stderr)
+        return code
+
+
+def prepare_workdir(run: Run) -> pathlib.Path:
+    """Makes the run's folder, or recognises it as this run's own.
+
+    Raises:
+      UserError: it belongs to a run of another config, or cannot be written.
+    """
+    workdir, mine = run.workdir, run.config.to_dict()
+    stored = workdir / "config.json"
+    if stored.exists():
+        try:
+            theirs = json.loads(stored.read_text())
+        except ValueError as e:
+            raise UserError("no JSON", expected="the config of the run", where=str(stored), fix="Use another config.workdir, or remove this folder") from e
+        check_same_run(theirs, mine, where=str(workdir))
+    elif workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
+        raise UserError("something that is no jprm run", expected="a new or empty folder, or an earlier run of this config", where=str(workdir),
+                        fix="Give another config.workdir")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            exits.clear_report(workdir)
+            stored.write_text(json.dumps(mine, indent=2) + "\n")
+    except OSError as e:
+        raise UserError(f"a folder that cannot be written ({e.strerror})", expected="a writable folder", where=str(workdir),
+                        fix="Give another config.workdir") from e
+    return workdir
+
+
+def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_made: dict) -> str:
+    """All phases from wherever the run stands; returns the cause of its end (a key of ``exits.EXITS``)."""
+    # ------------------------------------------------------------------------------------------------ where does the run stand?
+    config, total = run.config, phases[-1].end
+    state, resumed = start_or_resume(run, phases)
+    step = int(state.step)
+    progress_made.update(step=step)
+    metrics = MetricsWriter(run.workdir, resumed_from=resumed, tensorboard=config.log.tensorboard)
+    evaluated = {row["step"] for row in read_metrics(run.workdir / METRICS) if row["phase"] == "eval"}
+    saver = Saver(run.workdir / "checkpoints", keep=config.checkpoint.keep, resumed_from=resumed)
+    evaluator = Evaluator(run)
+    progress = Progress(interval_s=config.log.every_s)
+    progress.say(f"{'resumed at iteration ' + str(step) if resumed else 'started'}: {run.workdir}")
+
+    def save(step: int, state: TrainState, phase: Phase) -> None:
+        saver.save(step, state, {"config": config.to_dict(), "phase": phase.name})
+        metrics.flush()
+        progress_made["last_checkpoint"] = saver.last_checkpoint
+
+    def evaluate(step: int, state: TrainState, *, thorough: bool) -> None:
+        if step in evaluated or not config.eval.problems or state.policy is None:
+            return
+        start = time.perf_counter()
+        numbers, scored = evaluator.measure(state, thorough=thorough)
+        numbers["timing_s/eval"] = time.perf_counter() - start
+        metrics.write(step, "eval", numbers)
+        write_eval_samples(run, step, scored)
+        evaluated.add(step)
+        progress.say(f"evaluated at {step}: " + "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in numbers.items()))
+
+    # ------------------------------------------------------------------------------------------------ the loop
+    try:
+        for phase in phases:
+            if step >= phase.end:
+                continue
+            if step == phase.start:
+                state = enter(phase, state, run.cfg, run.mesh, run.load(config.prm.path) if phase.has_prm and config.prm.path and state.prm is None else None)
+            if step == phase.start and phase.name == "rl":
+                evaluate(step, state, thorough=True)
+            program = make_program(run, phase)
+            progress.start(phase.name, phase.end - phase.start, step - phase.start)
+            pending: Iteration | None = None
+            while step < phase.end:
+                done = program.iterate(state, step)
+                state, step = done.state, step + 1
+                if pending is not None:  # the device is busy with this iteration while the last one is written down
+                    report(run, metrics, progress, phase, pending)
+                pending = done
+                stop = signals.stop_requested(step)
+                last = step == phase.end
+                if last or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                    report(run, metrics, progress, phase, pending)
+                    pending = None
+                    save(step, state, phase)
+                progress_made["step"] = step
+                if stop:
+                    saver.wait()
+                    progress_made["last_checkpoint"] = saver.last_checkpoint
+                    return signals.cause
+                if phase.name == "rl" and not last and config.eval.every and (step - phase.start) % config.eval.every == 0:
+                    evaluate(step, state, thorough=False)
+            program.close()
+
+        # -------------------------------------------------------------------------------------------- the end
+        evaluate(total, state, thorough=True)
+        saver.wait()
+        progress_made["last_checkpoint"] = saver.last_checkpoint
+        metrics.flush()
+        progress.close()
+        wrap_up(run, state)
+        return "done"
+    finally:
+        progress.close()
+        metrics.close()
+        try:
+            saver.wait()
+        except Exception as error:
+            log.error("the last save failed: %s", error)
+        progress_made["last_checkpoint"] = saver.last_checkpoint
+
+
+def start_or_resume(run: Run, phases: list[Phase]) -> tuple[TrainState, int | None]:
+    """The newest whole checkpoint of the workdir, or the beginning: (state, step it was restored at, or None)."""
+    folder = run.workdir / "checkpoints"
+
+    def template(meta: dict) -> TrainState:
+        check_same_run(meta["config"], run.config.to_dict(), where=str(run.workdir))
+        return abstract_state(phase_of(phases, meta["step"]), run.cfg, run.mesh)
+
+    found = checkpoint.restore(folder, template) if run.config.checkpoint.resume else None
+    if found is None:
+        if checkpoint.numbered(folder):
+            raise UserError("checkpoints", expected="an empty folder where config.checkpoint.resume=False", where=str(folder),
+                            fix="Set config.checkpoint.resume=True, or give another config.workdir")
+        zeros = (replicated(run, np.int32(0)) for _ in range(2))  # two arrays: a donated buffer must not be shared
+        return TrainState(*zeros, policy=Learner(run.initial_params(), ())), None
+    state, meta = found
+    if int(state.step) != meta["step"]:
+        raise UserError(f"state.step = {int(state.step)} in checkpoint {meta['step']}", expected="the same number", where=str(folder),
+                        fix="Remove this checkpoint; the one before it will be used")
+    return state, meta["step"]
+
+
+def report(run: Run, metrics: MetricsWriter, progress: Progress, phase: Phase, done: Iteration) -> None:
+    """Writes one finished iteration down; stops the run where too many in a row were thrown away.
+
+    Raises:
+      exits.Stop: ``non_finite``.
+    """
+    numbers = {k: float(v) for k, v in jax.device_get(done.metrics).items()}
+    numbers |= done.timings()
+    metrics.write(done.step, phase.name, numbers)
+    short = {name: numbers[key] for key, name in WATCHED[phase.name].items() if key in numbers}
+    progress.update(done.step - phase.start, short, {k: v for k, v in numbers.items() if k.startswith("timing_s/")})
+    write_samples(run, phase, done)
+    if in_a_row := int(numbers["skipped_in_a_row"]):
+        log.warning("iteration %d: a loss or gradient was not finite; its updates were thrown away (%d in a row). Its rows: %s",
+                    done.step, in_a_row, done.batch_ids)
+        if in_a_row >= run.config.log.max_skipped:
+            raise exits.Stop("non_finite", f"{in_a_row} iterations in a row had a non-finite loss or gradient; the last is {done.step}")

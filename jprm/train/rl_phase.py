@@ -1,0 +1,107 @@
+"""The RL phase: its compiled programs, and one iteration of it.
+
+Where the task verifies token ids on the device, sample -> verify -> step is one program. Elsewhere it is two, with the host's
+verdict between them.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jprm.errors import UserError
+from jprm.rl.compositions import build_advantage
+from jprm.rl.rollouts import Rollouts
+from jprm.rl.step import StepSpec, Trace, make_step
+from jprm.train.prompts import PromptBatch, replicated
+from jprm.train.rollout import device_verifier, make_sampler, to_rollouts, verify_on_host
+from jprm.train.setup import Run, micro_batches
+from jprm.train.state import Phase, TrainState
+
+
+def step_spec(run: Run) -> StepSpec:
+    """The static numbers of the compiled step."""
+    r, p = run.config.rl, run.config.prm
+    rows = r.prompts * r.group
+    _one_of("prm_order", r.prm_order, ("after", "before", "none"))
+    _one_of("old_logp", r.old_logp, ("recompute", "behavior"))
+    _one_of("kl_in", r.kl_in, ("loss", "reward"))
+    if p.balance not in ("batch", "none"):
+        raise UserError(f"balance {p.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
+    return StepSpec(
+        window=run.config.sampling.max_new, prompts=r.prompts, shards=run.row_shards, temperature=run.config.sampling.temperature or 1.0,
+        band=(r.band_low, r.band_high), mask_uniform=r.mask_uniform, beta=p.beta, balance=p.balance == "batch", prm_order=r.prm_order,
+        prm_minibatches=r.prm_minibatches, epochs=r.epochs, minibatches=r.minibatches, micro_batches=micro_batches(rows // r.minibatches, r.micro_batch),
+        prm_micro_batches=micro_batches(rows // r.prm_minibatches, r.micro_batch), old_logp=r.old_logp, clip=(r.clip_low, r.clip_high),
+        dual_clip=r.dual_clip or None, aggregation=r.aggregation, kl_coef=r.kl_coef, kl_kind=r.kl_kind, kl_in=r.kl_in,
+        entropy_coef=r.entropy_coef)  # fmt: skip
+
+
+def make_advantage(config: Any) -> Callable[..., tuple]:
+    r = config.rl
+    return build_advantage(
+        estimator=r.estimator, outcome_weight=r.outcome_weight, outcome_gamma=r.outcome_gamma, ddof=r.ddof, eps=r.eps, process_weight=r.process_weight,
+        process_gamma=r.process_gamma, formula=r.formula, granularity=r.granularity, accumulate=r.accumulate, process_scale=r.process_scale,
+        scale_floor=r.scale_floor, contrast_only=r.mask_uniform, max_steps=config.prm.max_steps, whiten=r.whiten)  # fmt: skip
+
+
+class RLPhase:
+    """Compiled programs of the RL phase; :meth:`iterate` is one iteration.
+
+    Attributes:
+      fused: the whole iteration is one program.
+    """
+
+    def __init__(self, run: Run, phase: Phase):
+        self.run, self.phase, self.group = run, phase, run.config.rl.group
+        learn = make_step(run.cfg, step_spec(run), make_advantage(run.config), phase.policy_tx, phase.prm_tx)
+        draw = make_sampler(run, run.sampling, self.group)
+        verifier = device_verifier(run)
+        self.fused = verifier is not None
+        warmup = phase.start + run.config.rl.prm_warmup
+
+        def update(state: TrainState, rollouts: Rollouts) -> tuple[TrainState, jax.Array, dict, Trace]:
+            policy, prm, ok, metrics, trace = learn(state.policy, state.prm, state.reference, rollouts, state.step >= warmup)
+            return state.replace(policy=policy, prm=prm), ok, metrics, trace
+
+        def whole(state: TrainState, tokens: jax.Array, lengths: jax.Array, columns: dict, seed: jax.Array):
+            with jax.named_scope("sample"):
+                s = draw(state.policy.params, tokens, lengths, seed, state.step)
+            with jax.named_scope("verify"):
+                rows = {k: jnp.repeat(v, self.group, axis=0) for k, v in columns.items()}
+                outcome, known = verifier(s.tokens, s.prompt_lengths, s.lengths, rows)
+            return advance(*update(state, to_rollouts(run, s, outcome, known, self.group)))
+
+        def judged(state: TrainState, s: Any, outcome: jax.Array, known: jax.Array, lengths: jax.Array):
+            return advance(*update(state, to_rollouts(run, s, outcome, known, self.group, lengths)))
+
+        self.draw = jax.jit(draw)
+        self.whole = jax.jit(whole, donate_argnums=0)
+        self.judged = jax.jit(judged, donate_argnums=0)
+
+    def iterate(self, state: TrainState, batch: PromptBatch) -> tuple[TrainState, dict[str, jax.Array], Trace, dict[str, float]]:
+        """One iteration: (state, metrics on the device, trace, timings in seconds)."""
+        seed = replicated(self.run, jnp.uint32(self.run.config.seed))
+        if self.fused:
+            state, metrics, trace = self.whole(state, batch.tokens, batch.lengths, batch.columns, seed)
+            return state, metrics, trace, {}
+        start = time.perf_counter()
+        s = jax.block_until_ready(self.draw(state.policy.params, batch.tokens, batch.lengths, seed, state.step))
+        sampled = time.perf_counter()
+        verdicts = verify_on_host(self.run, batch, s, self.group)
+        timings = {"timing_s/gen": sampled - start, "timing_s/verify": time.perf_counter() - sampled}
+        state, metrics, trace = self.judged(state, s, *verdicts)
+        return state, metrics, trace, timings
+
+
+def advance(state: TrainState, ok: jax.Array, metrics: dict[str, jax.Array], *kept: Any) -> tuple:
+    """Counts the iteration: ``step`` moves in any case, ``skipped`` counts non-finite ones in a row."""
+    skipped = jnp.where(ok, 0, state.skipped + 1)
+    return state.replace(step=state.step + 1, skipped=skipped), metrics | {"skipped_in_a_row": skipped.astype(jnp.float32)}, *kept
+
+
+def _one_of(key: str, found: str, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise UserError(f"{key} {found!r}", expected=f"one of {', '.join(allowed)}", where=f"config.rl.{key}", fix=f"Set config.rl.{key}={allowed[0]}")
