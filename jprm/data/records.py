@@ -5,7 +5,7 @@ import json
 import logging
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jprm.data.files import check_file
@@ -135,8 +135,3 @@ def _parquet(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
             where=str(path),
             fix="Copy or download the file again",
         ) from None
-
-
-def read_all(paths: Sequence[str | pathlib.Path]) -> list[tuple[str, Row]]:
-    """The rows of several files, in their order."""
-    return [item for path in paths for item in read_rows(path)]

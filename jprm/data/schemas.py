@@ -85,7 +85,7 @@ def read_labelled(paths: Sequence[str | pathlib.Path]) -> list[Pair]:
     for path in paths:
         rows = list(read_rows(path))
         columns = {key for _, row in rows for key in row}
-        judged = sorted(key for key in columns if any(isinstance(row.get(key), dict) and "is_correct" in row[key] for _, row in rows))
+        judged = sorted({key for _, row in rows for key, value in row.items() if isinstance(value, dict) and "is_correct" in value})
         if "label" not in columns and not judged:
             raise _no_column(path, columns, "a column `label` with 0 or 1", "Add one", key="config.prm.data")
         pairs += [pair for _, pair in _usable(rows, account, lambda row: _judged(row, judged) if judged else [_labelled(row)])]
@@ -127,7 +127,8 @@ def _usable(rows: list[tuple[str, Row]], account: Account, convert: Callable[[Ro
 
 
 def _no_column(path: Any, columns: set[str], expected: str, fix: str, key: str = "") -> UserError:
-    return UserError(f"the columns {', '.join(sorted(columns))}", expected=expected, where=key or str(path), fix=f"{fix} ({path})")
+    found = f"the columns {', '.join(sorted(columns))} in {path}"
+    return UserError(found, expected=expected, where=key or str(path), fix=fix)
 
 
 def _first(names: Sequence[str], columns: Any) -> str:
@@ -175,7 +176,7 @@ def _prompt(value: Any) -> Prompt:
 
 
 def answer_text(value: Any) -> str:
-    r"""A ground truth as text: numbers in shortest form (43.0 -> "43"), what follows GSM8K's `####`, what is inside `\boxed{}`."""
+    r"""A ground truth as text: numbers in shortest form (43.0 -> "43"), what follows GSM8K's `####`, what `\boxed{}` holds."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None:

@@ -126,9 +126,9 @@ def demonstration(problem: Problem, draw: int, *, options: ChainOptions, seed: i
     """A derivation as people write them: a pure function of (seed, prompt, draw).
 
     While two operations are left, with probability `careless` both go into one equation, whose result is wrong with probability
-    `careless_wrong` (off by one of WRONG_BY). What follows is right arithmetic from the value that stands there, so after one wrong
-    equation the answer is wrong: a second never makes up for the first. Wrong values are chosen so that no later value falls below
-    zero: a minus sign gives nothing away.
+    `careless_wrong` (off by one of WRONG_BY). What follows is right arithmetic from the value that stands there, so after one
+    wrong equation the answer is wrong: a second never makes up for the first. Wrong values are chosen so that no later value falls
+    below zero: a minus sign gives nothing away.
     """
     rng = random.Random(f"{seed}/{problem.prompt}/{draw}")
     value, terms = _chain(problem.prompt)
@@ -152,10 +152,10 @@ def demonstration(problem: Problem, draw: int, *, options: ChainOptions, seed: i
 def first_error(problem: Problem, response: str) -> int:
     """The first wrong step of a response, against the truth.
 
-    Steps are the pieces between separators. An equation is right iff it is arithmetically right *and* continues the chain: its left
-    side is the value reached so far and the next one or two operations. The answer step `#25` is right iff all operations are used
-    and the value is theirs. A response that ends without an answer is wrong at its last step, the one that stopped; so is whatever
-    stands after an answer.
+    Steps are the pieces between separators. An equation is right iff it is arithmetically right *and* continues the chain: its
+    left side is the value reached so far and the next one or two operations. The answer step `#25` is right iff all operations are
+    used and the value is theirs. A response that ends without an answer is wrong at its last step, the one that stopped; whatever
+    stands after an answer is wrong too.
 
     Returns:
       The 0-based index of the first wrong step; -1 if there is none.
@@ -192,7 +192,7 @@ def int_or_none(digits: str) -> int | None:
 
 
 def verify(problems: Sequence[Problem], responses: Sequence[str], response_ids: Any = None) -> list[Verdict]:
-    """1 where what stands after the last `#` is an integer (minus sign and leading zeros allowed, nothing else) equal to the answer."""
+    """1 where what stands after the last `#` is an integer, minus sign and leading zeros allowed, that equals the answer."""
     del response_ids  # the text is all that counts
     verdicts = []
     for problem, text in zip(problems, responses, strict=True):
@@ -201,7 +201,9 @@ def verify(problems: Sequence[Problem], responses: Sequence[str], response_ids: 
     return verdicts
 
 
-def device_verifier(tokenizer: Any) -> Callable[[jax.Array, jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
+def device_verifier(
+    tokenizer: Any,
+) -> Callable[[jax.Array, jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
     """`verify` on token ids, as a pure JAX function for the tasks whose whole iteration is one program.
 
     Args:

@@ -27,7 +27,7 @@ def file_task(config: Any) -> Task:
         `prompt_column` and `answer_column` override the columns found; `verifier` is "auto" (exact numbers where every answer is
         one, else math-verify), "number", "math_verify" or a function of the user's; `separator` ends a step, "\\n" where empty.
 
-    A question that occurs again, in whatever file, is dropped, so that none is in both splits: the evaluation split keeps its own.
+    A question that occurs again, in whatever file, is dropped, so that none is in both splits; the evaluation files keep theirs.
 
     Raises:
       UserError: no file, both or neither way to hold out, unreadable files, missing columns, no usable row.

@@ -61,7 +61,7 @@ def _demonstration(problem: Problem, draw: int) -> str | None:
 
 
 def scorer_call(name: str, options: Mapping[str, Any]) -> Callable[[tuple[str, dict[str, Any]]], float]:
-    """(answer, entry) -> the package's score. Made inside a sandbox process: scorers parse what a policy wrote, and some evaluate it."""
+    """(answer, entry) -> the package's score. Made inside a sandbox process: some scorers evaluate what a policy wrote."""
     dataset = _dataset(name, options, seed=0, size=1)
 
     def call(item: tuple[str, dict[str, Any]]) -> float:

@@ -197,7 +197,8 @@ class Sandbox:
                     if not worker.ready:
                         self._could_not_start(status if gone else None)
                     if worker.job is not None:
-                        replies[worker.job] = Reply(error="crashed", detail=f"exit status {status}") if gone else Reply(error="timeout")
+                        crashed = Reply(error="crashed", detail=f"exit status {status}")
+                        replies[worker.job] = crashed if gone else Reply(error="timeout")
                         self.killed += not gone
                         done += 1
         except BaseException:
@@ -238,15 +239,17 @@ class Sandbox:
         if kind == "failed":
             last = content.strip().splitlines()[-1]
             log.error("the verifier could not be loaded:\n%s", content)
-            raise UserError(last, expected="a function that loads", where=self.where, fix="Mend the import (its traceback is in run.log)")
+            raise UserError(
+                last, expected="a function that loads", where=self.where, fix="Mend the import; its traceback is in the log"
+            )
         replies[worker.job] = Reply(value=content) if kind == "value" else Reply(error="raised", detail=content)
         worker.job = None
         return 1
 
     def _could_not_start(self, status: int | None) -> None:
-        found = "a process that ended while it started, with exit status %s" % status if status is not None else "no answer in time"
+        ended = f"a process that ended while it started, with exit status {status}"
         raise UserError(
-            found,
+            "no answer in time" if status is None else ended,
             expected=f"the function loaded within {START_LIMIT_S:.0f} s",
             where=self.where,
             fix="Make the module importable without side effects",

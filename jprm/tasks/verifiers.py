@@ -85,7 +85,7 @@ def _value(match: re.Match) -> Fraction | None:
 
 
 def verify_number(problems: Sequence[Problem], responses: Sequence[str], response_ids: Any = None) -> list[Verdict]:
-    """1 where the number of the response (`extract_number`) equals the answer (`plain_number`) exactly: 18, 18.0 and $18 are equal."""
+    """1 where the response's number (`extract_number`) equals the answer (`plain_number`) exactly: 18, 18.0 and $18 are equal."""
     del response_ids
     verdicts = []
     for problem, response in zip(problems, responses, strict=True):
@@ -309,8 +309,8 @@ def needs_extra(module: str, extra: str, where: str, command: str) -> None:
 
 
 def verdicts_of(replies: Sequence[Reply], counts: Counter) -> list[Verdict]:
-    """Verdicts from sandbox replies. Without one (known=False): "timeout", "crashed", "raised", "nan", "none", each counted; of each
-    reason the first is logged in full."""
+    """Verdicts from sandbox replies. Reasons for none (known=False) are "timeout", "crashed", "raised", "nan" and "none": each is
+    counted, and the first of each is logged in full."""
     verdicts = []
     for reply in replies:
         reason = reply.error or ("none" if reply.value is None else "" if math.isfinite(reply.value) else "nan")

@@ -34,8 +34,8 @@ def serve(descriptor: int) -> None:
             item, timeout_s = _receive(stream)
         except EOFError:
             return
-        # The parent kills us at the limit. If it was killed itself there is nobody to do so: then the kernel's alarm, whose default
-        # action needs no cooperation from a busy interpreter.
+        # The parent kills us at the limit. If it was killed itself there is nobody to do so: then the kernel's alarm does, whose
+        # default action needs no cooperation from a busy interpreter.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(timeout_s) + ORPHAN_GRACE_S)
         answer = _answer(function, item)

@@ -71,7 +71,7 @@ BAD_OPTIONS = {
     "empty range": ({"low": 5, "high": 4}, "high 4", "Set it to 5 or more"),
     "answers beyond 32 bits": ({"high": 10**9}, "high 1000000000", "Set it to 19999999 or less"),
     "not a probability": ({"careless": 1.5}, "careless 1.5", "Set it to a value between 0 and 1"),
-    "nothing to hold out": ({"operations": 1, "high": 1}, "no eval problem among 10,000 draws", "Raise operations or widen low..high"),
+    "nothing left": ({"operations": 1, "high": 1}, "no eval problem among 10,000 draws", "Raise operations or widen low..high"),
 }
 
 
