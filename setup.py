@@ -12,7 +12,7 @@ EXTRAS = {
     "cuda12": ["jax[cuda12]>=0.10.2,<0.11"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11"],
     "gguf": ["gguf>=0.17"],
-    "verify": ["math-verify[antlr4_13_2]>=0.8"],
+    "verify": ["math-verify[antlr4-13-2]>=0.8"],
     "tasks": ["reasoning-gym>=0.1.23"],
     "parity": ["torch>=2.6"],  # the reference implementations that tests compare with; jprm itself never imports it
 }
