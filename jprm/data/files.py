@@ -23,12 +23,18 @@ def check_file(path: str | pathlib.Path) -> pathlib.Path:
         with path.open("rb") as f:
             start = f.read(len(_LFS))
     except OSError as e:
-        raise UserError(f"an unreadable file ({e.strerror})", expected="a readable file", where=str(path), fix="Make the file readable") from e
+        raise UserError(
+            f"an unreadable file ({e.strerror})", expected="a readable file", where=str(path), fix="Make the file readable"
+        ) from e
     if not start:
         raise UserError("an empty file", expected="data", where=str(path), fix="Copy or download the file again")
     if start == _LFS:
-        raise UserError("a Git LFS pointer (the large file itself was never fetched)", expected="the file's content", where=str(path),
-                        fix="Run `git lfs pull` where it was cloned")
+        raise UserError(
+            "a Git LFS pointer (the large file itself was never fetched)",
+            expected="the file's content",
+            where=str(path),
+            fix="Run `git lfs pull` where it was cloned",
+        )
     return path
 
 
@@ -42,7 +48,11 @@ def read_json(path: str | pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"text that is not JSON ({e})", expected="a JSON object", where=str(path), fix="Copy or download the file again") from e
+        raise UserError(
+            f"text that is not JSON ({e})", expected="a JSON object", where=str(path), fix="Copy or download the file again"
+        ) from e
     if not isinstance(value, dict):
-        raise UserError(f"a JSON {type(value).__name__}", expected="a JSON object", where=str(path), fix="Copy or download the file again")
+        raise UserError(
+            f"a JSON {type(value).__name__}", expected="a JSON object", where=str(path), fix="Copy or download the file again"
+        )
     return value

@@ -29,16 +29,31 @@ def open_gguf(path: str | pathlib.Path) -> Any:
       UserError: the extra is not installed, or the file is missing, truncated, a Git LFS pointer or no GGUF.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("no package gguf", expected="the extra `gguf`, which reads .gguf files", where=str(path),
-                        fix="Install it: pip install 'jprm[gguf]'")
+        raise UserError(
+            "no package gguf",
+            expected="the extra `gguf`, which reads .gguf files",
+            where=str(path),
+            fix="Install it: pip install 'jprm[gguf]'",
+        )
     import gguf
 
     path = check_file(path)
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, TypeError, UnicodeDecodeError) as e:  # what the reader meets in damaged bytes
-        raise UserError(f"a damaged or truncated file ({e})", expected="a complete GGUF file", where=str(path),
-                        fix="Copy or download the file again") from e
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        OSError,
+        TypeError,
+        UnicodeDecodeError,
+    ) as e:  # what the reader meets in damaged bytes
+        raise UserError(
+            f"a damaged or truncated file ({e})",
+            expected="a complete GGUF file",
+            where=str(path),
+            fix="Copy or download the file again",
+        ) from e
 
 
 def gguf_fields(path: str | pathlib.Path) -> dict[str, Any]:
@@ -60,8 +75,12 @@ def gguf_tokenizer(path: str | pathlib.Path, fields: Mapping[str, Any] | None = 
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     for key, value, known in (("tokenizer.ggml.model", kind, ("gpt2",)), ("tokenizer.ggml.pre", pre, PRE_TOKENIZERS)):
         if value not in known:
-            raise UserError(f"{key} = {value!r}", expected=f"one of {', '.join(known)} (byte-level BPE)", where=str(path),
-                            fix="Set config.tokenizer.path to the model's tokenizer in Hugging Face form")
+            raise UserError(
+                f"{key} = {value!r}",
+                expected=f"one of {', '.join(known)} (byte-level BPE)",
+                where=str(path),
+                fix="Set config.tokenizer.path to the model's tokenizer in Hugging Face form",
+            )
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     vocab = {t: i for i, (t, y) in enumerate(zip(tokens, types)) if y in (NORMAL, CONTROL, USER_DEFINED)}
     merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
@@ -70,23 +89,36 @@ def gguf_tokenizer(path: str | pathlib.Path, fields: Mapping[str, Any] | None = 
         split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     else:
         words = Regex(_WORDS % ("{1,3}" if pre == "llama-bpe" else ""))
-        split = [pre_tokenizers.Split(words, behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        split = [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
 
     # Added tokens must come in the order of their ids, or tokenizers would number them anew.
-    tokenizer.add_tokens([AddedToken(t, special=y == CONTROL, normalized=False) for t, y in zip(tokens, types) if y in (CONTROL, USER_DEFINED)])
-    special = {f"{role}_token": tokens[i] for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
-               if (i := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None}
+    tokenizer.add_tokens(
+        [AddedToken(t, special=y == CONTROL, normalized=False) for t, y in zip(tokens, types) if y in (CONTROL, USER_DEFINED)]
+    )
+    special = {
+        f"{role}_token": tokens[i]
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        if (i := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None
+    }
     if fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])])
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
+        )
     architecture = fields.get("general.architecture")
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False,
-                                      model_max_length=fields.get(f"{architecture}.context_length"), **special)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=fields.get(f"{architecture}.context_length"),
+        **special,
+    )
     wrapped.chat_template = fields.get("tokenizer.chat_template")
     return wrapped
 

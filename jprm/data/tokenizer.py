@@ -25,16 +25,28 @@ def load_tokenizer(path: str | pathlib.Path) -> PreTrainedTokenizerBase:
         tokenizer = gguf_tokenizer(path)
     else:
         if not path.is_dir():
-            raise UserError("no such directory" if not path.exists() else "a file", expected="a directory with tokenizer files, or a .gguf file",
-                            where=str(path), fix="Set config.tokenizer.path to a local tokenizer; jprm downloads nothing")
+            raise UserError(
+                "no such directory" if not path.exists() else "a file",
+                expected="a directory with tokenizer files, or a .gguf file",
+                where=str(path),
+                fix="Set config.tokenizer.path to a local tokenizer; jprm downloads nothing",
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as e:  # transformers and tokenizers raise bare Exception, KeyError, … for unreadable files
-            raise UserError(f"a tokenizer that does not load ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})",
-                            expected="tokenizer.json and tokenizer_config.json", where=str(path),
-                            fix="Copy the tokenizer files of the model into the directory, or set config.tokenizer.path") from e
+            raise UserError(
+                f"a tokenizer that does not load ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})",
+                expected="tokenizer.json and tokenizer_config.json",
+                where=str(path),
+                fix="Copy the tokenizer files of the model into the directory, or set config.tokenizer.path",
+            ) from e
     if tokenizer.eos_token_id is None:
-        raise UserError("no eos_token", expected="a tokenizer that can end a text", where=str(path), fix="Add eos_token to tokenizer_config.json")
+        raise UserError(
+            "no eos_token",
+            expected="a tokenizer that can end a text",
+            where=str(path),
+            fix="Add eos_token to tokenizer_config.json",
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -67,7 +79,12 @@ def _eos_ids(config: dict[str, Any], where: pathlib.Path) -> set[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise UserError(f"eos_token_id = {value!r}", expected="a token id or a list of them", where=str(where), fix="Use the file that belongs to the model")
+        raise UserError(
+            f"eos_token_id = {value!r}",
+            expected="a token id or a list of them",
+            where=str(where),
+            fix="Use the file that belongs to the model",
+        )
     return set(ids)
 
 
@@ -75,5 +92,9 @@ def check_vocab(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, where: s
     """Raises a UserError if the tokenizer can emit an id the model has no row for. Rows without a token are fine (padding)."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:
-        raise UserError(f"token {token!r} with id {largest}", expected=f"ids below the model's vocabulary of {vocab_size}", where=where,
-                        fix="Use the tokenizer that belongs to the model")
+        raise UserError(
+            f"token {token!r} with id {largest}",
+            expected=f"ids below the model's vocabulary of {vocab_size}",
+            where=where,
+            fix="Use the tokenizer that belongs to the model",
+        )

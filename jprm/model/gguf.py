@@ -29,8 +29,12 @@ def gguf_hf_config(path: str | pathlib.Path) -> dict[str, Any]:
     tensors = {t.name for t in reader.tensors}
     family = fields.get("general.architecture")
     if family not in ARCHITECTURES:
-        raise UserError(f"general.architecture = {family!r}", expected=f"one of {sorted(ARCHITECTURES)}", where=str(path),
-                        fix="Use a checkpoint of a supported kind")
+        raise UserError(
+            f"general.architecture = {family!r}",
+            expected=f"one of {sorted(ARCHITECTURES)}",
+            where=str(path),
+            fix="Use a checkpoint of a supported kind",
+        )
 
     def get(key: str, default: Any = None) -> Any:
         return fields.get(f"{family}.{key}", default)
@@ -47,11 +51,22 @@ def gguf_hf_config(path: str | pathlib.Path) -> dict[str, Any]:
     }
     for key, (value, fine) in unsupported.items():
         if not fine:
-            raise UserError(f"{key} = {value}", expected="a plain decoder: unscaled rotary embedding of whole heads, one head width, dense MLP, no window",
-                            where=str(path), fix="Use a checkpoint of a supported kind")
+            raise UserError(
+                f"{key} = {value}",
+                expected="a plain decoder: unscaled rotary embedding of whole heads, one head width, dense MLP, no window",
+                where=str(path),
+                fix="Use a checkpoint of a supported kind",
+            )
     embedding = next((t for t in reader.tensors if t.name == "token_embd.weight"), None)
-    ids = {f"{role}_token_id": fields[key] for role, key in (("bos", "tokenizer.ggml.bos_token_id"), ("eos", "tokenizer.ggml.eos_token_id"),
-                                                           ("pad", "tokenizer.ggml.padding_token_id")) if key in fields}
+    ids = {
+        f"{role}_token_id": fields[key]
+        for role, key in (
+            ("bos", "tokenizer.ggml.bos_token_id"),
+            ("eos", "tokenizer.ggml.eos_token_id"),
+            ("pad", "tokenizer.ggml.padding_token_id"),
+        )
+        if key in fields
+    }
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -88,19 +103,27 @@ class GGUFWeights:
         self._dequantize = gguf.dequantize
         architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == cfg.family)
         theirs = gguf.get_tensor_name_map(architecture, cfg.num_layers)
-        ours = {theirs.get_name(name, try_suffixes=(".weight", ".bias")): name
-                for name, *_ in hf_tensors(cfg.replace(tie_word_embeddings=False))}
+        ours = {
+            theirs.get_name(name, try_suffixes=(".weight", ".bias")): name
+            for name, *_ in hf_tensors(cfg.replace(tie_word_embeddings=False))
+        }
         self._tensors: dict[str, Any] = {}
         for tensor in open_gguf(path).tensors:
             name = ours.get(tensor.name, tensor.name)
             if name in self._tensors:
-                raise UserError(f"{tensor.name} twice", expected="every tensor once", where=str(path), fix="Copy or download the file again")
+                raise UserError(
+                    f"{tensor.name} twice", expected="every tensor once", where=str(path), fix="Copy or download the file again"
+                )
             self._tensors[name] = tensor
             try:
                 self._dequantize(tensor.data[:1], tensor.tensor_type)
             except NotImplementedError as e:
-                raise UserError(f"{tensor.name} of type {tensor.tensor_type.name}", expected="a quantisation that the package gguf can undo",
-                                where=str(path), fix="Use another quantisation of this model, or its safetensors") from e
+                raise UserError(
+                    f"{tensor.name} of type {tensor.tensor_type.name}",
+                    expected="a quantisation that the package gguf can undo",
+                    where=str(path),
+                    fix="Use another quantisation of this model, or its safetensors",
+                ) from e
         self.shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in self._tensors.items()}
 
     def origin(self, name: str) -> str:
@@ -115,4 +138,4 @@ class GGUFWeights:
         stop = -(-rows.stop // self._head_dim) * self._head_dim
         heads = self._dequantize(tensor.data[start:stop], tensor.tensor_type)
         halves = heads.reshape(-1, half, 2, heads.shape[1]).swapaxes(1, 2).reshape(heads.shape)
-        return halves[rows.start - start:rows.stop - start, box[1]]
+        return halves[rows.start - start : rows.stop - start, box[1]]

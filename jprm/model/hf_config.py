@@ -18,8 +18,16 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 # Keys of a source's config that an export writes anew, spells the old way, or must not repeat because they describe
 # the files that were there (how they were quantised, where their code was), not the model.
-_REWRITTEN = ("rope_parameters", "rope_scaling", "dtype", "layer_types", "quantization_config", "auto_map", "_name_or_path",
-              "transformers_version")
+_REWRITTEN = (
+    "rope_parameters",
+    "rope_scaling",
+    "dtype",
+    "layer_types",
+    "quantization_config",
+    "auto_map",
+    "_name_or_path",
+    "transformers_version",
+)
 
 
 def read_hf_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -34,13 +42,17 @@ def read_hf_config(path: str | pathlib.Path) -> dict[str, Any]:
 
         return gguf_hf_config(path)
     if not path.is_dir():
-        raise UserError("no such directory" if not path.exists() else "a file", expected="a directory in Hugging Face form, or a .gguf file",
-                        where=str(path), fix="Set config.model.path to a local model; jprm downloads nothing")
+        raise UserError(
+            "no such directory" if not path.exists() else "a file",
+            expected="a directory in Hugging Face form, or a .gguf file",
+            where=str(path),
+            fix="Set config.model.path to a local model; jprm downloads nothing",
+        )
     return read_json(path / "config.json")
 
 
 def load_config(path: str | pathlib.Path) -> ModelConfig:
-    """The model's shape from a directory in Hugging Face form or a ``.gguf`` file. ``dtype`` and ``remat`` keep their defaults."""
+    """The model's shape from a directory in Hugging Face form or a ``.gguf`` file. Numerics keep their defaults."""
     path = pathlib.Path(path)
     return config_from_hf(read_hf_config(path), where=str(path if path.suffix == ".gguf" else path / "config.json"))
 
@@ -80,7 +92,11 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     if architectures != [ARCHITECTURES[family]]:
         refuse("architectures", f"[{ARCHITECTURES[family]!r}], the language model of model_type {family!r}")
     if raw.get("quantization_config"):
-        refuse("quantization_config", "unquantised weights (fp32, bf16 or fp16)", "Use the checkpoint that was not quantised, or a .gguf file")
+        refuse(
+            "quantization_config",
+            "unquantised weights (fp32, bf16 or fp16)",
+            "Use the checkpoint that was not quantised, or a .gguf file",
+        )
     if (act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         refuse("hidden_act", f"'silu' (the gated MLP's activation; {act!r} is not implemented)")
     if family == "llama" and raw.get("attention_bias"):
@@ -92,7 +108,9 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     _check_window(raw, family, layers, refuse)
     hidden = number("hidden_size", int)
     if raw.get("head_dim") is None and hidden % heads:
-        refuse("num_attention_heads", f"a divisor of hidden_size = {hidden} where head_dim is absent", "Add head_dim to the config")
+        refuse(
+            "num_attention_heads", f"a divisor of hidden_size = {hidden} where head_dim is absent", "Add head_dim to the config"
+        )
     return ModelConfig(
         family=family,
         vocab_size=number("vocab_size", int),
@@ -159,9 +177,12 @@ def config_to_hf(cfg: ModelConfig, *, source: Mapping[str, Any] | None = None, d
       UserError: no Hugging Face architecture computes this model.
     """
     if cfg.family not in ARCHITECTURES or cfg.qkv_bias != (cfg.family == "qwen2") or set(cfg.pattern) != {"global"}:
-        raise UserError(f"family {cfg.family!r} with qkv_bias={cfg.qkv_bias}, pattern={cfg.pattern}",
-                        expected="llama without or qwen2 with q, k, v biases, every layer global", where="config.model.family",
-                        fix="Train a model that transformers can load, or keep the checkpoint")
+        raise UserError(
+            f"family {cfg.family!r} with qkv_bias={cfg.qkv_bias}, pattern={cfg.pattern}",
+            expected="llama without or qwen2 with q, k, v biases, every layer global",
+            where="config.model.family",
+            fix="Train a model that transformers can load, or keep the checkpoint",
+        )
     kept = {k: v for k, v in (source or {}).items() if k not in _REWRITTEN}
     return kept | {
         "architectures": [ARCHITECTURES[cfg.family]],

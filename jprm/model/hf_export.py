@@ -31,13 +31,31 @@ from jprm.model.spec import Params
 DTYPES = ("bfloat16", "float32")
 # Everything a tokenizer may consist of. Copied as they are where the tokenizer came from a directory: saving it again
 # rewrites them in the spelling of the transformers version that happens to run.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
-                    "added_tokens.json", "chat_template.jinja", "chat_template.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
-def export_model(params: Params, cfg: ModelConfig, out_dir: str | pathlib.Path, tokenizer: Any, *, stop_ids: Sequence[int],
-                 source_config: Mapping[str, Any] | None = None, dtype: str = "bfloat16", extra: Mapping[str, Any] | None = None,
-                 max_shard_bytes: int = 5_000_000_000) -> pathlib.Path:
+def export_model(
+    params: Params,
+    cfg: ModelConfig,
+    out_dir: str | pathlib.Path,
+    tokenizer: Any,
+    *,
+    stop_ids: Sequence[int],
+    source_config: Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    extra: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> pathlib.Path:
     """Writes a model for ``AutoModelForCausalLM``.
 
     Args:
@@ -67,10 +85,16 @@ def export_model(params: Params, cfg: ModelConfig, out_dir: str | pathlib.Path, 
     def open_directory():
         if out_dir.is_dir():
             if any(out_dir.iterdir()):
-                raise UserError("a directory that is not empty", expected="a new directory", where=str(out_dir),
-                                fix="Give another name, or remove what is there")
+                raise UserError(
+                    "a directory that is not empty",
+                    expected="a new directory",
+                    where=str(out_dir),
+                    fix="Give another name, or remove what is there",
+                )
         elif out_dir.exists():
-            raise UserError("a file", expected="a new directory", where=str(out_dir), fix="Give another name, or remove what is there")
+            raise UserError(
+                "a file", expected="a new directory", where=str(out_dir), fix="Give another name, or remove what is there"
+            )
         shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
         temporary.mkdir(parents=True)
 
@@ -109,11 +133,20 @@ def export_model(params: Params, cfg: ModelConfig, out_dir: str | pathlib.Path, 
 
 def _check(cfg: ModelConfig, out_dir: pathlib.Path, tokenizer: Any, stop_ids: Sequence[int], dtype: str) -> None:
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}", where="config.export.dtype", fix="Set config.export.dtype='bfloat16'")
+        raise UserError(
+            f"dtype {dtype!r}",
+            expected=f"one of {', '.join(DTYPES)}",
+            where="config.export.dtype",
+            fix="Set config.export.dtype='bfloat16'",
+        )
     check_vocab(tokenizer, cfg.vocab_size)
     if not stop_ids or not all(0 <= i < cfg.vocab_size for i in stop_ids):
-        raise UserError(f"stop ids {list(stop_ids)}", expected=f"at least one, each below the vocabulary of {cfg.vocab_size}", where=str(out_dir),
-                        fix="Give the tokenizer an eos_token: a model without stop ids never stops")
+        raise UserError(
+            f"stop ids {list(stop_ids)}",
+            expected=f"at least one, each below the vocabulary of {cfg.vocab_size}",
+            where=str(out_dir),
+            fix="Give the tokenizer an eos_token: a model without stop ids never stops",
+        )
     config_to_hf(cfg)  # raises where no architecture fits
 
 
@@ -134,8 +167,12 @@ def _on_first_process(action: Any, out_dir: pathlib.Path, clean: pathlib.Path | 
         raise error
     if failed:
         cause = error or "see the log of process 0"
-        raise UserError(f"an export that could not be written ({cause})", expected="a directory with room for the model", where=str(out_dir),
-                        fix="Free space or choose another disk, then export again") from error
+        raise UserError(
+            f"an export that could not be written ({cause})",
+            expected="a directory with room for the model",
+            where=str(out_dir),
+            fix="Free space or choose another disk, then export again",
+        ) from error
 
 
 def _plan(cfg: ModelConfig, item_bytes: int, max_shard_bytes: int) -> dict[str, list[str]]:
@@ -162,7 +199,9 @@ def _gather(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str,
         def one(x, layer, stacked):
             return (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) if stacked else x).astype(dtype)
 
-        return jax.jit(one, static_argnums=2, out_shardings=everywhere)  # the layer is traced: one program per shape, not per layer
+        return jax.jit(
+            one, static_argnums=2, out_shardings=everywhere
+        )  # the layer is traced: one program per shape, not per layer
 
     flat = {"/".join(k.key for k in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     for name, ours, layer, spec in hf_tensors(cfg):
@@ -172,8 +211,16 @@ def _gather(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str,
         yield name, np.ascontiguousarray(spec.to_hf(np.asarray(whole.addressable_data(0))))
 
 
-def _write_text_files(directory: pathlib.Path, cfg: ModelConfig, tokenizer: Any, stop_ids: Sequence[int], source: Mapping[str, Any] | None,
-                      dtype: str, extra: Mapping[str, Any] | None, shards: Mapping[str, list[str]]) -> None:
+def _write_text_files(
+    directory: pathlib.Path,
+    cfg: ModelConfig,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    source: Mapping[str, Any] | None,
+    dtype: str,
+    extra: Mapping[str, Any] | None,
+    shards: Mapping[str, list[str]],
+) -> None:
     def write(name: str, value: Any) -> None:
         (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -183,7 +230,10 @@ def _write_text_files(directory: pathlib.Path, cfg: ModelConfig, tokenizer: Any,
     if len(shards) > 1:
         item = jnp.dtype(dtype).itemsize
         total = sum(math.prod(spec.hf_shape) * item for *_, spec in hf_tensors(cfg))
-        write(INDEX, {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}})
+        write(
+            INDEX,
+            {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}},
+        )
     write_tokenizer(tokenizer, directory)
     if extra is not None:
         write("jprm.json", dict(extra))

@@ -62,43 +62,71 @@ class SafetensorsWeights:
                 handle = safetensors.safe_open(self.path / file, framework="numpy")
                 names = list(handle.keys())
             except safetensors.SafetensorError as e:
-                raise UserError(f"a damaged or truncated file ({e})", expected="a complete safetensors file", where=str(self.path / file),
-                                fix="Copy or download the file again") from e
+                raise UserError(
+                    f"a damaged or truncated file ({e})",
+                    expected="a complete safetensors file",
+                    where=str(self.path / file),
+                    fix="Copy or download the file again",
+                ) from e
             self._handles[file] = handle
             for name in names:
                 if name in self._file:
-                    raise UserError(f"{name} also in {self._file[name]}", expected="every tensor in one file", where=str(self.path / file),
-                                    fix="Remove the file that does not belong to the checkpoint")
+                    raise UserError(
+                        f"{name} also in {self._file[name]}",
+                        expected="every tensor in one file",
+                        where=str(self.path / file),
+                        fix="Remove the file that does not belong to the checkpoint",
+                    )
                 view = handle.get_slice(name)
                 if view.get_dtype() not in DTYPES:
-                    raise UserError(f"{name} of type {view.get_dtype()}", expected=f"one of {', '.join(DTYPES)}", where=str(self.path / file),
-                                    fix="Use a checkpoint that was not quantised")
+                    raise UserError(
+                        f"{name} of type {view.get_dtype()}",
+                        expected=f"one of {', '.join(DTYPES)}",
+                        where=str(self.path / file),
+                        fix="Use a checkpoint that was not quantised",
+                    )
                 self._file[name], self.shapes[name] = file, tuple(view.get_shape())
         self._check_index()
 
     def _files(self) -> list[str]:
         single, index = (self.path / SINGLE).exists(), (self.path / INDEX).exists()
         if single and index:
-            raise UserError(f"{SINGLE} and {INDEX}", expected="one of them: two sets of weights would disagree silently", where=str(self.path),
-                            fix="Remove the one that is stale")
+            raise UserError(
+                f"{SINGLE} and {INDEX}",
+                expected="one of them: two sets of weights would disagree silently",
+                where=str(self.path),
+                fix="Remove the one that is stale",
+            )
         if index:
             files = sorted(set(self._weight_map().values()))
             for file in files:
                 if not (self.path / file).exists():
-                    raise UserError(f"no file {file}", expected="every file that the index names", where=str(self.path / INDEX),
-                                    fix="Copy or download the missing file")
+                    raise UserError(
+                        f"no file {file}",
+                        expected="every file that the index names",
+                        where=str(self.path / INDEX),
+                        fix="Copy or download the missing file",
+                    )
             return files
         if not single:
             others = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
-            raise UserError(f"neither {SINGLE} nor {INDEX}" + (f", but {', '.join(others[:4])}" if others else ""),
-                            expected="weights as safetensors", where=str(self.path), fix="Convert the weights with transformers' save_pretrained")
+            raise UserError(
+                f"neither {SINGLE} nor {INDEX}" + (f", but {', '.join(others[:4])}" if others else ""),
+                expected="weights as safetensors",
+                where=str(self.path),
+                fix="Convert the weights with transformers' save_pretrained",
+            )
         return [SINGLE]
 
     def _weight_map(self) -> dict[str, str]:
         weight_map = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError("no weight_map", expected="a weight_map of tensor names to files", where=str(self.path / INDEX),
-                            fix="Copy or download the index again")
+            raise UserError(
+                "no weight_map",
+                expected="a weight_map of tensor names to files",
+                where=str(self.path / INDEX),
+                fix="Copy or download the index again",
+            )
         return weight_map
 
     def _check_index(self) -> None:
@@ -106,8 +134,12 @@ class SafetensorsWeights:
             return
         weight_map = self._weight_map()
         for name in sorted(weight_map.keys() ^ self._file.keys() | {n for n in weight_map if weight_map[n] != self._file.get(n)}):
-            raise UserError(f"{name} in {self._file.get(name, 'no file')}", expected=f"it in {weight_map.get(name, 'no file (the index lacks it)')}",
-                            where=str(self.path / INDEX), fix="Copy or download the index and the shards of one checkpoint")
+            raise UserError(
+                f"{name} in {self._file.get(name, 'no file')}",
+                expected=f"it in {weight_map.get(name, 'no file (the index lacks it)')}",
+                where=str(self.path / INDEX),
+                fix="Copy or download the index and the shards of one checkpoint",
+            )
 
     def origin(self, name: str) -> str:
         return str(self.path / self._file.get(name, INDEX if (self.path / INDEX).exists() else SINGLE))
@@ -147,20 +179,37 @@ def check_weights(weights: Weights, cfg: ModelConfig) -> None:
     spare_head = cfg.tie_word_embeddings and head in weights.shapes
     for name in weights.shapes:
         if name not in expected and not _NOT_A_PARAMETER.search(name) and not (spare_head and name == head):
-            raise UserError(f"{name}, which the model does not have", expected=f"the {len(expected)} tensors of a {cfg.family} of {cfg.num_layers} layers",
-                            where=weights.origin(name), fix="Use the config.json that belongs to these weights")
+            raise UserError(
+                f"{name}, which the model does not have",
+                expected=f"the {len(expected)} tensors of a {cfg.family} of {cfg.num_layers} layers",
+                where=weights.origin(name),
+                fix="Use the config.json that belongs to these weights",
+            )
     for name, spec in expected.items():
         if name not in weights.shapes:
             tied = " (tie_word_embeddings is false)" if name == head else ""
-            raise UserError(f"no tensor {name}{tied}", expected=f"one of shape {list(spec.hf_shape)}", where=weights.origin(name),
-                            fix="Set tie_word_embeddings to true if the model is tied, else use the complete checkpoint" if tied
-                            else "Use the complete checkpoint and the config.json that belongs to it")
+            raise UserError(
+                f"no tensor {name}{tied}",
+                expected=f"one of shape {list(spec.hf_shape)}",
+                where=weights.origin(name),
+                fix="Set tie_word_embeddings to true if the model is tied, else use the complete checkpoint"
+                if tied
+                else "Use the complete checkpoint and the config.json that belongs to it",
+            )
         if weights.shapes[name] != spec.hf_shape:
-            raise UserError(f"{name} of shape {list(weights.shapes[name])}", expected=f"{list(spec.hf_shape)}", where=weights.origin(name),
-                            fix="Use the config.json that belongs to these weights")
+            raise UserError(
+                f"{name} of shape {list(weights.shapes[name])}",
+                expected=f"{list(spec.hf_shape)}",
+                where=weights.origin(name),
+                fix="Use the config.json that belongs to these weights",
+            )
     if spare_head and not (weights.shapes[head] == weights.shapes[embed] and _equal(weights, head, embed)):
-        raise UserError(f"{head}, different from {embed}", expected="no separate head, or an equal one: tie_word_embeddings is true",
-                        where=weights.origin(head), fix="Set tie_word_embeddings to false in config.json if the head is meant")
+        raise UserError(
+            f"{head}, different from {embed}",
+            expected="no separate head, or an equal one: tie_word_embeddings is true",
+            where=weights.origin(head),
+            fix="Set tie_word_embeddings to false in config.json if the head is meant",
+        )
 
 
 def _equal(weights: Weights, a: str, b: str) -> bool:
@@ -184,8 +233,8 @@ def read_window(weights: Weights, name: str, spec: ParamSpec, window: tuple[slic
             merged, j = merged * ours[j], j + 1
         width = size // ours[i]
         box.append(slice(window[i].start * width, window[i].stop * width))
-        shape += [window[i].stop - window[i].start, *ours[i + 1:j]]
-        inside += [slice(None), *window[i + 1:j]]
+        shape += [window[i].stop - window[i].start, *ours[i + 1 : j]]
+        inside += [slice(None), *window[i + 1 : j]]
         i = j
     values = weights.read(name, tuple(box[::-1] if spec.transpose else box))
     return (values.T if spec.transpose else values).reshape(shape)[tuple(inside)]

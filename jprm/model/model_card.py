@@ -5,7 +5,7 @@ from typing import Any
 
 from jprm.model.config import ModelConfig
 
-_LOAD = '''```python
+_LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 path = "."  # this directory
@@ -15,12 +15,12 @@ model = AutoModelForCausalLM.from_pretrained(path)
 ids = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1]:]))
 ```
-'''
+"""
 
-_CHAT = '''messages = [{"role": "user", "content": "What is 12 + 30?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)'''
+_CHAT = """messages = [{"role": "user", "content": "What is 12 + 30?"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
 
-_PLAIN = '''inputs = tokenizer("17+5-9=", return_tensors="pt", return_token_type_ids=False)'''
+_PLAIN = """inputs = tokenizer("17+5-9=", return_tensors="pt", return_token_type_ids=False)"""
 
 _SCORE = '''## Process rewards
 
@@ -48,9 +48,17 @@ def model_card(tokenizer: Any, cfg: ModelConfig, dtype: str, extra: Mapping[str,
     """Markdown: what it is, how to load it, and for an implicit PRM (``extra["beta"]``) how to score with it."""
     encode = _CHAT if getattr(tokenizer, "chat_template", None) else _PLAIN
     prm = extra is not None and "beta" in extra
-    parts = ["---", "library_name: transformers", "---", "", f"# {'Implicit process reward model' if prm else 'Language model'} trained with jprm", "",
-             f"{cfg.family}, {cfg.num_layers} layers of width {cfg.hidden_size}, {cfg.vocab_size} vocabulary rows, {dtype}.", "",
-             _LOAD.format(encode=encode)]
+    parts = [
+        "---",
+        "library_name: transformers",
+        "---",
+        "",
+        f"# {'Implicit process reward model' if prm else 'Language model'} trained with jprm",
+        "",
+        f"{cfg.family}, {cfg.num_layers} layers of width {cfg.hidden_size}, {cfg.vocab_size} vocabulary rows, {dtype}.",
+        "",
+        _LOAD.format(encode=encode),
+    ]
     if prm:
         parts.append(_SCORE.format(beta=extra["beta"], reference=extra.get("reference", "not recorded")))
     return "\n".join(parts)

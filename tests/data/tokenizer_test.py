@@ -31,12 +31,19 @@ def test_padding_is_kept_where_there_is_one():
     assert tokenizer.pad_token == "<unk>" and tokenizer.eos_token == "</s>"
 
 
-@pytest.mark.parametrize("files, wanted", [
-    ({}, (3,)),
-    ({"generation_config.json": {"eos_token_id": 1}}, (1, 3)),
-    ({"generation_config.json": {"eos_token_id": [7, 3]}, "config.json": {"eos_token_id": 5}}, (3, 7)),  # the first file hides the second
-    ({"config.json": {"eos_token_id": 5}}, (3, 5)),
-    ({"generation_config.json": {}}, (3,))])
+@pytest.mark.parametrize(
+    "files, wanted",
+    [
+        ({}, (3,)),
+        ({"generation_config.json": {"eos_token_id": 1}}, (1, 3)),
+        (
+            {"generation_config.json": {"eos_token_id": [7, 3]}, "config.json": {"eos_token_id": 5}},
+            (3, 7),
+        ),  # the first file hides the second
+        ({"config.json": {"eos_token_id": 5}}, (3, 5)),
+        ({"generation_config.json": {}}, (3,)),
+    ],
+)
 def test_stop_ids_are_a_union(files, wanted, small, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))

@@ -15,8 +15,18 @@ from tests.model.hf_load_test import flat, reference
 
 gguf = needs("gguf")
 
-LLAMA = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-5,
-                    rope_theta=1e5, max_position_embeddings=128)
+LLAMA = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=1e5,
+    max_position_embeddings=128,
+)
 QWEN = LLAMA.replace(family="qwen2", qkv_bias=True, tie_word_embeddings=False, head_dim=32)
 
 
@@ -33,9 +43,16 @@ def interleave(w, heads):
 def write(path, cfg, tensors, quantise=lambda name, x: None, **settings):
     arch = cfg.family
     writer = gguf.GGUFWriter(path, arch)
-    numbers = {"block_count": cfg.num_layers, "embedding_length": cfg.hidden_size, "feed_forward_length": cfg.intermediate_size,
-               "attention.head_count": cfg.num_heads, "attention.head_count_kv": cfg.num_kv_heads, "context_length": cfg.max_position_embeddings,
-               "attention.key_length": cfg.head_dim, "attention.value_length": cfg.head_dim}
+    numbers = {
+        "block_count": cfg.num_layers,
+        "embedding_length": cfg.hidden_size,
+        "feed_forward_length": cfg.intermediate_size,
+        "attention.head_count": cfg.num_heads,
+        "attention.head_count_kv": cfg.num_kv_heads,
+        "context_length": cfg.max_position_embeddings,
+        "attention.key_length": cfg.head_dim,
+        "attention.value_length": cfg.head_dim,
+    }
     for key, value in (numbers | {k: v for k, v in settings.items() if isinstance(v, int)}).items():
         writer.add_uint32(f"{arch}.{key}", value)
     for key, value in settings.items():
@@ -75,17 +92,29 @@ def test_quantised_rows(tmp_path):
     """Any rows of a quantised matrix, also such as begin and end within a head."""
     tensors = tensors_of(LLAMA)
     kinds = gguf.GGMLQuantizationType
-    path = write(tmp_path / "m.gguf", LLAMA, tensors, lambda n, x: None if x.ndim == 1 else kinds.F16 if "mlp.up" in n else kinds.Q8_0)
+    path = write(
+        tmp_path / "m.gguf", LLAMA, tensors, lambda n, x: None if x.ndim == 1 else kinds.F16 if "mlp.up" in n else kinds.Q8_0
+    )
     weights = GGUFWeights(path)
-    for name in ("model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight",
-                 "model.layers.1.mlp.down_proj.weight"):
+    for name in (
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ):
         for box in ((slice(3, 21), slice(5, 40)), (slice(0, 32), slice(0, 64)), (slice(17, 18), slice(0, 1))):
             np.testing.assert_allclose(weights.read(name, box), tensors[name][box], atol=0.02)
 
 
-@pytest.mark.parametrize("settings, part", [
-    ({"rope.scaling.type": "yarn"}, "rope.scaling.type"), ({"expert_count": 8}, "expert_count"), ({"rope.dimension_count": 8}, "rope.dimension_count"),
-    ({"attention.sliding_window": 64}, "sliding_window")])
+@pytest.mark.parametrize(
+    "settings, part",
+    [
+        ({"rope.scaling.type": "yarn"}, "rope.scaling.type"),
+        ({"expert_count": 8}, "expert_count"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count"),
+        ({"attention.sliding_window": 64}, "sliding_window"),
+    ],
+)
 def test_refused_settings(settings, part, tmp_path):
     with pytest.raises(UserError, match=part):
         gguf_hf_config(write(tmp_path / "m.gguf", LLAMA, tensors_of(LLAMA), **settings))
@@ -100,7 +129,13 @@ def test_refused_files(tmp_path):
     with pytest.raises(UserError, match="blk.0.attn_q_norm.weight"):
         load_params(path, LLAMA)
     content = write(tmp_path / "whole.gguf", LLAMA, tensors).read_bytes()
-    for change in (content[:-100], content[:300], b"GGUF", b"not a gguf at all" * 9, b"version https://git-lfs.github.com/spec/v1\n"):
+    for change in (
+        content[:-100],
+        content[:300],
+        b"GGUF",
+        b"not a gguf at all" * 9,
+        b"version https://git-lfs.github.com/spec/v1\n",
+    ):
         (tmp_path / "bad.gguf").write_bytes(change)
         with pytest.raises(UserError, match="bad.gguf"):
             load_params(tmp_path / "bad.gguf", LLAMA)
@@ -118,8 +153,19 @@ def test_without_the_extra(tmp_path, monkeypatch):
         open_gguf(tmp_path / "m.gguf")
 
 
-TEXTS = ["Hello world", "I'll pay 12345 dollars, you're 7.", "  two  spaces\n\n\tand a tab ", "naïve café — 数学 ½ ²", "a\r\nb\r\n\r\nc", "x=3*(y+12)//4;#ok",
-         "IT'S DON'T", "\n", "   ", "cafe\u0301", "<|im_start|>user\nHi<|im_end|>\n"]
+TEXTS = [
+    "Hello world",
+    "I'll pay 12345 dollars, you're 7.",
+    "  two  spaces\n\n\tand a tab ",
+    "naïve café — 数学 ½ ²",
+    "a\r\nb\r\n\r\nc",
+    "x=3*(y+12)//4;#ok",
+    "IT'S DON'T",
+    "\n",
+    "   ",
+    "cafe\u0301",
+    "<|im_start|>user\nHi<|im_end|>\n",
+]
 
 
 def fields_of(source, pre):
@@ -131,10 +177,18 @@ def fields_of(source, pre):
     special = {a["id"]: 3 if a["special"] else 4 for a in model["added_tokens"]}
     assert sorted(tokens) == list(range(len(tokens)))
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["model"]["merges"]]
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": [tokens[i] for i in range(len(tokens))],
-            "tokenizer.ggml.token_type": [special.get(i, 1) for i in range(len(tokens))], "tokenizer.ggml.merges": merges,
-            "tokenizer.ggml.eos_token_id": source.eos_token_id, "tokenizer.ggml.padding_token_id": source.pad_token_id,
-            "tokenizer.chat_template": source.chat_template, "general.architecture": "qwen2", "qwen2.context_length": 1024}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [tokens[i] for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [special.get(i, 1) for i in range(len(tokens))],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": source.eos_token_id,
+        "tokenizer.ggml.padding_token_id": source.pad_token_id,
+        "tokenizer.chat_template": source.chat_template,
+        "general.architecture": "qwen2",
+        "qwen2.context_length": 1024,
+    }
 
 
 @pytest.fixture(scope="module")

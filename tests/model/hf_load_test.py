@@ -142,7 +142,9 @@ print(status("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_resident_memory_of_a_process(tmp_path):
     """bf16 files of 120 MB become 240 MB of fp32: mapped file pages and one parameter may come on top, a second copy may not."""
-    cfg = TIED.replace(vocab_size=8192, hidden_size=1024, intermediate_size=2752, num_layers=4, num_heads=16, num_kv_heads=16, head_dim=64)
+    cfg = TIED.replace(
+        vocab_size=8192, hidden_size=1024, intermediate_size=2752, num_layers=4, num_heads=16, num_kv_heads=16, head_dim=64
+    )
     write(tmp_path, cfg, {n: np.zeros(s.hf_shape, ml_dtypes.bfloat16) for n, _, _, s in hf_tensors(cfg)})
     out = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT)
     peak, total = map(int, out.stdout.split())
@@ -167,20 +169,46 @@ def refused(path, cfg, monkeypatch, *parts):
         assert part in f"{e.value.where}: {e.value.found}", e.value
 
 
-def spoil_missing(t): del t["model.layers.1.mlp.up_proj.weight"]
-def spoil_unmapped(t): t["model.layers.1.mlp.experts.weight"] = np.zeros(3, np.float32)
-def spoil_bias(t): t["model.layers.0.self_attn.o_proj.bias"] = np.zeros(32, np.float32)
-def spoil_layers(t): t["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
-def spoil_shape(t): t["model.embed_tokens.weight"] = np.zeros((65, 32), np.float32)
-def spoil_transposed(t): t["model.layers.0.mlp.up_proj.weight"] = np.zeros((32, 48), np.float32)
-def spoil_dtype(t): t["model.norm.weight"] = np.zeros(32, np.int8)
+def spoil_missing(t):
+    del t["model.layers.1.mlp.up_proj.weight"]
 
 
-@pytest.mark.parametrize("spoil, name", [
-    (spoil_missing, "model.layers.1.mlp.up_proj.weight"), (spoil_unmapped, "model.layers.1.mlp.experts.weight"),
-    (spoil_bias, "model.layers.0.self_attn.o_proj.bias"), (spoil_layers, "model.layers.2.mlp.up_proj.weight"),
-    (spoil_shape, "model.embed_tokens.weight of shape [65, 32]"), (spoil_transposed, "model.layers.0.mlp.up_proj.weight"),
-    (spoil_dtype, "model.norm.weight of type I8")])
+def spoil_unmapped(t):
+    t["model.layers.1.mlp.experts.weight"] = np.zeros(3, np.float32)
+
+
+def spoil_bias(t):
+    t["model.layers.0.self_attn.o_proj.bias"] = np.zeros(32, np.float32)
+
+
+def spoil_layers(t):
+    t["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
+
+
+def spoil_shape(t):
+    t["model.embed_tokens.weight"] = np.zeros((65, 32), np.float32)
+
+
+def spoil_transposed(t):
+    t["model.layers.0.mlp.up_proj.weight"] = np.zeros((32, 48), np.float32)
+
+
+def spoil_dtype(t):
+    t["model.norm.weight"] = np.zeros(32, np.int8)
+
+
+@pytest.mark.parametrize(
+    "spoil, name",
+    [
+        (spoil_missing, "model.layers.1.mlp.up_proj.weight"),
+        (spoil_unmapped, "model.layers.1.mlp.experts.weight"),
+        (spoil_bias, "model.layers.0.self_attn.o_proj.bias"),
+        (spoil_layers, "model.layers.2.mlp.up_proj.weight"),
+        (spoil_shape, "model.embed_tokens.weight of shape [65, 32]"),
+        (spoil_transposed, "model.layers.0.mlp.up_proj.weight"),
+        (spoil_dtype, "model.norm.weight of type I8"),
+    ],
+)
 def test_wrong_tensors_are_named(spoil, name, tmp_path, monkeypatch):
     tensors = tensors_of(TIED)
     spoil(tensors)
@@ -199,16 +227,26 @@ def test_heads_and_ties(tmp_path, monkeypatch):
     other = {n: x.copy() for n, x in same.items()}
     other["lm_head.weight"][-1, -1] += 1
     refused(write(tmp_path / "other", TIED, other), TIED, monkeypatch, "lm_head.weight, different from model.embed_tokens.weight")
-    refused(write(tmp_path / "none", TIED, tensors), TIED.replace(tie_word_embeddings=False), monkeypatch, "no tensor lm_head.weight",
-            "tie_word_embeddings is false")
+    refused(
+        write(tmp_path / "none", TIED, tensors),
+        TIED.replace(tie_word_embeddings=False),
+        monkeypatch,
+        "no tensor lm_head.weight",
+        "tie_word_embeddings is false",
+    )
 
 
 def test_wrong_files(tmp_path, monkeypatch):
     tensors = tensors_of(TIED)
     path = write(tmp_path / "whole", TIED, tensors)
     content = (path / SINGLE).read_bytes()
-    for change, part in ((content[:-5], "truncated"), (content[:200], "truncated"), (b"", "empty"), (b"\xff" * 64, "damaged"),
-                         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "Git LFS pointer")):
+    for change, part in (
+        (content[:-5], "truncated"),
+        (content[:200], "truncated"),
+        (b"", "empty"),
+        (b"\xff" * 64, "damaged"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "Git LFS pointer"),
+    ):
         (path / SINGLE).write_bytes(change)
         refused(path, TIED, monkeypatch, SINGLE, part)
     (path / SINGLE).unlink()
@@ -229,13 +267,26 @@ def test_wrong_indices(tmp_path, monkeypatch):
 
     def twice(path, index):
         half = {n: tensors[n] for n, f in index["weight_map"].items() if f == second}
-        save_file(half | {"model.norm.weight": tensors["model.norm.weight"], "model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}, path / second)
+        save_file(
+            half
+            | {
+                "model.norm.weight": tensors["model.norm.weight"],
+                "model.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+            },
+            path / second,
+        )
 
     case("twice", twice, second, "also in " + first)
     case("both", lambda path, index: save_file(tensors, path / SINGLE), SINGLE, INDEX)
     case("gone", lambda path, index: (path / second).unlink(), INDEX, f"no file {second}")
-    case("elsewhere", lambda path, index: index["weight_map"].update({"model.norm.weight": {first: second, second: first}[
-        index["weight_map"]["model.norm.weight"]]}), INDEX, "model.norm.weight in")
+    case(
+        "elsewhere",
+        lambda path, index: index["weight_map"].update(
+            {"model.norm.weight": {first: second, second: first}[index["weight_map"]["model.norm.weight"]]}
+        ),
+        INDEX,
+        "model.norm.weight in",
+    )
     case("unlisted", lambda path, index: index["weight_map"].pop("model.norm.weight"), INDEX, "model.norm.weight in")
     case("listed", lambda path, index: index["weight_map"].update({"model.x": first}), INDEX, "model.x in no file")
     case("no map", lambda path, index: index.pop("weight_map"), INDEX, "no weight_map")

@@ -80,7 +80,9 @@ def test_bf16_hidden(chunk):
     logp_ref, entropy_ref = token_logps_reference(*exact, targets)
     np.testing.assert_allclose(logp, logp_ref, atol=1e-5)
     np.testing.assert_allclose(entropy, entropy_ref, atol=1e-5)
-    ours = jax.grad(lambda h, w: (weight * blocked(w, h, targets, chunk=chunk, dtype="bfloat16")[0]).sum(), argnums=(0, 1))(hidden16, head16)
+    ours = jax.grad(lambda h, w: (weight * blocked(w, h, targets, chunk=chunk, dtype="bfloat16")[0]).sum(), argnums=(0, 1))(
+        hidden16, head16
+    )
     theirs = jax.grad(lambda h, w: (weight * token_logps_reference(h, w, targets)[0]).sum(), argnums=(0, 1))(*exact)
     for a, b in zip(ours, theirs):
         assert a.dtype == jnp.bfloat16
@@ -103,7 +105,11 @@ def test_no_array_of_rows_by_tokens_by_vocabulary():
         return (weight * blocked(head, hidden, targets, chunk=chunk)[0]).sum()
 
     compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(hidden, head).compile()
-    dense = jax.jit(jax.value_and_grad(lambda h, w: (weight * token_logps_reference(h, w, targets)[0]).sum(), argnums=(0, 1))).lower(hidden, head).compile()
+    dense = (
+        jax.jit(jax.value_and_grad(lambda h, w: (weight * token_logps_reference(h, w, targets)[0]).sum(), argnums=(0, 1)))
+        .lower(hidden, head)
+        .compile()
+    )
     whole = R * N * V * 4
     assert dense.memory_analysis().temp_size_in_bytes >= whole  # the measure sees it where it is
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 3
@@ -125,7 +131,11 @@ def test_eight_devices(V, chunk):
     wanted = jax.jit(step)(hidden, head, targets, weight)
     with jax.set_mesh(mesh):
         rows, placed = sharding(mesh, ("rows", None)), sharding(mesh, ("rows", None, None))
-        got = jax.jit(step)(jax.device_put(hidden, placed), jax.device_put(head, sharding(mesh, ("vocab", "embed"))),
-                            jax.device_put(targets, rows), jax.device_put(weight, rows))
+        got = jax.jit(step)(
+            jax.device_put(hidden, placed),
+            jax.device_put(head, sharding(mesh, ("vocab", "embed"))),
+            jax.device_put(targets, rows),
+            jax.device_put(weight, rows),
+        )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(a, b, atol=1e-5)

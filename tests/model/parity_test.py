@@ -17,8 +17,18 @@ from jprm.model.hf_load import load_params, open_weights
 from jprm.sharding.mesh import make_mesh
 from tests.conftest import data_path, needs
 
-SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-             rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+SMALL = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 CASES = {
     "llama_mha_tied": ("llama", dict(num_key_value_heads=4, tie_word_embeddings=True)),
     "llama_mha_untied": ("llama", dict(num_key_value_heads=4, tie_word_embeddings=False)),
@@ -51,7 +61,9 @@ def random_model(case):
     settings = dict(settings)
     theta = settings.pop("theta", 10000.0)
     cls = {"llama": "Llama", "qwen2": "Qwen2"}[family]
-    config = getattr(transformers, f"{cls}Config")(**SMALL, **settings, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    config = getattr(transformers, f"{cls}Config")(
+        **SMALL, **settings, rope_parameters={"rope_type": "default", "rope_theta": theta}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -99,7 +111,16 @@ def test_out_and_back_in_is_the_identity(checkpoint, tokenizer, tmp_path):
     # head counts of the cases bound what a mesh can split
     mesh = make_mesh({"data": -1, "fsdp": 4, "tensor": 2 if cfg.num_kv_heads % 2 == 0 else 1})
     params = load_params(path, cfg, mesh)
-    out = export_model(params, cfg, tmp_path / "out", tokenizer, stop_ids=[2, 5], source_config=read_hf_config(path), dtype="float32", max_shard_bytes=20_000)
+    out = export_model(
+        params,
+        cfg,
+        tmp_path / "out",
+        tokenizer,
+        stop_ids=[2, 5],
+        source_config=read_hf_config(path),
+        dtype="float32",
+        max_shard_bytes=20_000,
+    )
     before, after = open_weights(path), open_weights(out)
     assert before.shapes == after.shapes
     for name, shape in before.shapes.items():
@@ -112,7 +133,14 @@ def test_out_and_back_in_is_the_identity(checkpoint, tokenizer, tmp_path):
     np.testing.assert_array_equal(theirs(again.eval(), IDS), theirs(model, IDS))
     assert again.generation_config.eos_token_id == [2, 5]
     lost = {k for k, v in model.config.to_dict().items() if again.config.to_dict().get(k) != v}
-    assert lost <= {"architectures", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
+    assert lost <= {
+        "architectures",
+        "transformers_version",
+        "_name_or_path",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }  # the tokenizer's
 
 
 def test_stories260k():
@@ -152,7 +180,15 @@ def test_smollm2_export_loads_with_tokenizer_and_model_card(tmp_path):
     cfg, tokenizer = load_config(path), load_tokenizer(path)
     params = load_params(path, cfg, dtype="bfloat16")
     extra = {"beta": 0.05, "reference": "the model it was trained from"}
-    out = export_model(params, cfg, tmp_path / "smollm2", tokenizer, stop_ids=stop_ids(path, tokenizer), source_config=read_hf_config(path), extra=extra)
+    out = export_model(
+        params,
+        cfg,
+        tmp_path / "smollm2",
+        tokenizer,
+        stop_ids=stop_ids(path, tokenizer),
+        source_config=read_hf_config(path),
+        extra=extra,
+    )
     assert json.loads((out / "jprm.json").read_text()) == extra
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     copy = transformers.AutoTokenizer.from_pretrained(out)
@@ -161,12 +197,12 @@ def test_smollm2_export_loads_with_tokenizer_and_model_card(tmp_path):
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
     new = 12
-    wanted = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids):].tolist()
+    wanted = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
     row = np.zeros((1, len(ids) + new), np.int64)
-    row[0, :len(ids)] = ids
+    row[0, : len(ids)] = ids
     for n in range(len(ids), len(ids) + new):
         row[0, n] = ours(params, cfg, row)[0, n - 1].argmax()
-    assert row[0, len(ids):].tolist() == wanted
+    assert row[0, len(ids) :].tolist() == wanted
     run_card(out)
 
 
