@@ -67,7 +67,6 @@ def norm(
             y = x - mean
         elif center == "loo":
             y = (x - mean) * n / jnp.maximum(n - 1.0, 1.0)
-            enough &= n >= 2
         elif center in ("loo_rows", "loo_rows_code"):
             y, rows = _minus_other_rows(x, m, rollouts.group, as_code=center == "loo_rows_code")
             enough = rows >= max(2, min_n)

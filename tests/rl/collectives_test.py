@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from jprm.rl.compositions import build_advantage
+from jprm.rl.normalise import norm, whiten
 from jprm.rl.rollouts import to_window, window
+from jprm.rl.signal import advantage, channel, column
 from tests.rl.batches import random_rollouts
 
 S, T, N = 4, 64, 48
@@ -20,9 +22,12 @@ CASES = [  # prompts, samples, meshes (data, fsdp, tensor); 3 prompts over 8 dev
     (4, 4, [(2, 4, 1)]),
     (3, 8, [(8, 1, 1), (2, 2, 2)]),
 ]
-OPTIONS = {
-    "token": dict(process_weight=1.0, whiten=True, formula="prime_code", process_gamma=0.9, outcome_gamma=0.9),
-    "step": dict(process_weight=1.0, granularity="step", max_steps=S, process_scale="rms", contrast_only=True, estimator="grpo"),
+PROGRAMS = {
+    "token": build_advantage(process_weight=1.0, whiten=True, formula="prime_code", process_gamma=0.9, outcome_gamma=0.9),
+    "step": build_advantage(process_weight=1.0, granularity="step", max_steps=S, process_scale="rms", contrast_only=True, estimator="grpo"),
+    # every token of a group in one pool, tokens being where a group lies across devices
+    "pooled": lambda rollouts, q: advantage([channel("tokens", column("q", "token"), norm("group"))], [whiten()])(
+        rollouts.replace(columns={"q": q})),
 }
 
 
@@ -35,9 +40,7 @@ def largest_collective(text: str) -> int:
     return max(sizes)
 
 
-def program(options, mesh_shape=None):
-    f = build_advantage(**options)
-
+def program(f, mesh_shape=None):
     def compute(rollouts, q):
         return f(to_window(rollouts, N), window(q, rollouts.prompt_lengths, N))
 
@@ -48,16 +51,16 @@ def program(options, mesh_shape=None):
     return jax.jit(compute, in_shardings=rows), rows
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("f", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("prompts, group, meshes", CASES)
-def test_advantage_moves_no_tokens(prompts, group, meshes, options):
+def test_advantage_moves_no_tokens(prompts, group, meshes, f):
     rollouts, q, _, _ = random_rollouts(0, prompts, group, T, max_steps=S, prompt_length=T - N)
     q = jnp.asarray(q)
-    want = program(options)[0](rollouts, q)
+    want = program(f)[0](rollouts, q)
     for mesh_shape in meshes:
-        f, rows = program(options, mesh_shape)
+        sharded, rows = program(f, mesh_shape)
         placed = jax.device_put((rollouts, q), rows)
-        compiled = f.lower(*placed).compile()
+        compiled = sharded.lower(*placed).compile()
         assert 0 < largest_collective(compiled.as_text()) <= prompts * group * S, mesh_shape
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), compiled(*placed), want)
 

@@ -65,7 +65,7 @@ def test_unlabelled_and_filler_rows_enter_no_statistic():
 
 
 def test_groups_do_not_mix():
-    np.testing.assert_allclose(of_outcome(RLOO, rows([1, 0, 1, 0], group=2)), [1, -1, 1, -1])  # tile for repeat would give 0
+    np.testing.assert_allclose(of_outcome(RLOO, rows([1, 0, 0, 0.5], group=2)), [1, -1, -0.5, 0.5])  # repeat, not tile
 
 
 def test_where_and_min_n():
