@@ -47,6 +47,7 @@ class StepSpec:
     mask_uniform: bool = True
     beta: float = 0.05
     balance: bool = True
+    prm_rows: str = "kept"
     prm_order: str = "after"
     prm_minibatches: int = 1
     epochs: int = 1
@@ -160,7 +161,7 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
 
     def _prm_stage(prm, batch, rows, ref_logp, ok):
         """Updates over minibatches; returns the log-ratios q f32[R, N] of *all* sampled tokens that become rewards."""
-        usable = implicit.usable_rows(batch.mask, rows.outcome, rows.labelled)
+        usable = implicit.usable_rows(rows.action, rows.outcome, rows.columns[JUDGED] if spec.prm_rows == "all" else rows.labelled)
         weight = implicit.balanced_weights(rows.outcome, usable) if spec.balance else jnp.ones_like(rows.outcome)
         data = (batch, rows.action, rows.outcome, usable, weight, ref_logp)
 
@@ -168,7 +169,7 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
             batch, action, outcome, usable, weight, ref_logp = d
             logp, _ = response_logps(params, cfg, batch)
             q = implicit.log_ratio(logp, ref_logp, action)
-            return *implicit.ce_loss(q, batch.mask, outcome, usable, beta=spec.beta, row_weight=weight), jax.lax.stop_gradient(q)
+            return *implicit.ce_loss(q, action, outcome, usable, beta=spec.beta, row_weight=weight), jax.lax.stop_gradient(q)
 
         def score(d):
             batch, action, _, _, _, ref_logp = d

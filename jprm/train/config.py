@@ -73,7 +73,7 @@ def default_config() -> ConfigDict:
     r.iterations, r.prompts, r.group = 0, 32, 8  # P prompts x G samples a round
     r.oversample = 1  # c: sample c x P prompts and keep P that pass the accuracy band
     r.band_low, r.band_high = 0.0, 1.0  # accuracy band of a kept group, bounds included
-    r.mask_uniform = True  # groups that are all right or all wrong enter no loss of the policy and of the PRM
+    r.mask_uniform = True  # groups that are all right or all wrong teach nothing (the PRM: see prm_rows)
     r.estimator = "rloo"  # grpo | dr_grpo | rloo: baseline of the outcome
     r.outcome_weight, r.outcome_gamma = 1.0, 1.0
     r.process_weight, r.process_gamma = 1.0, 1.0  # weight 0: outcome only, no PRM in the step
@@ -83,6 +83,7 @@ def default_config() -> ConfigDict:
     r.process_scale, r.scale_floor = "max_return", 1e-3  # max_return | rms | none; the divisor never falls below the floor
     r.whiten = True  # advantages to mean 0, variance 1 over the batch
     r.prm_order = "after"  # after: rewards of the PRM before this round's update; before: of the updated PRM; none: the PRM is frozen
+    r.prm_rows = "kept"  # kept: the PRM learns from the groups the policy learns from; all: from every row with a verdict
     r.prm_warmup = 0  # first rounds in which the PRM learns and the policy does not
     r.prm_minibatches = 1  # PRM updates a round
     r.epochs, r.minibatches = 1, 1  # policy updates a round: epochs x minibatches

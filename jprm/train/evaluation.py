@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jprm.data.batches import PromptBatches
 from jprm.evals.first_error import chance_f1, f1, predict, tune_threshold
 from jprm.evals.votes import best_of_n, majority_accuracy, pass_at_k
 from jprm.model.sampling import Sampling
@@ -18,7 +19,7 @@ from jprm.rl.rollouts import Rollouts, to_window
 from jprm.rl.step import Batch, response_logps
 from jprm.tasks.task import Problem
 from jprm.tasks.verifiers import extract_number
-from jprm.train.prompts import prompt_batch, replicated, responses
+from jprm.train.prompts import place, replicated, responses
 from jprm.train.rollout import device_verifier, fetch, make_sampler, to_rollouts, verify_on_host
 from jprm.train.setup import Run
 from jprm.train.state import TrainState
@@ -58,7 +59,9 @@ class Evaluator:
 
     def __init__(self, run: Run):
         self.run = run
-        self.problems = [run.task.eval[i] for i in range(min(run.config.eval.problems, len(run.task.eval)))]
+        first = [run.task.eval[i] for i in range(min(run.config.eval.problems, len(run.task.eval)))]
+        self._prompts = PromptBatches(first, run.builder, length=run.config.sampling.max_prompt, seed=0)
+        self.problems = first if self._prompts.kept is None else [first[i] for i in self._prompts.kept]
         self._programs: dict[Any, Callable] = {}
         self._score = jax.jit(self._prm_scores)
 
@@ -98,7 +101,7 @@ class Evaluator:
         texts: list[str] = []
         for start in range(0, n, size):
             chosen = [self.problems[(start + i) % n] for i in range(size)]
-            batch = prompt_batch(run, chosen)
+            batch = place(run, self._prompts.of(chosen))
             s, rollouts = call(state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start)))
             if rollouts is None:
                 outcome, known, lengths = verify_on_host(run, batch, s, group)

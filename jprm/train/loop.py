@@ -157,7 +157,6 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
                     return signals.cause
                 if phase.name == "rl" and not last and config.eval.every and (step - phase.start) % config.eval.every == 0:
                     evaluate(step, state, thorough=False)
-            program.close()
 
         # -------------------------------------------------------------------------------------------- the end
         evaluate(total, state, thorough=True)

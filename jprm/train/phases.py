@@ -2,20 +2,18 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
-import numpy as np
 
-from jprm.data.batches import Stream
+from jprm.data.batches import PromptBatches, SequenceBatches
 from jprm.errors import UserError
 from jprm.rl.step import Trace
 from jprm.sharding.rules import sharding
-from jprm.train.prompts import PromptBatch, prompt_batch
+from jprm.train.prompts import PromptBatch, place
 from jprm.train.rl_phase import RLPhase, advance
 from jprm.train.setup import Run, micro_batches
-from jprm.train.sources import labelled_rows, sft_rows, usable_problems
+from jprm.train.sources import labelled_batches, prompt_batches, sft_batches
 from jprm.train.state import Phase, TrainState
 from jprm.train.supervised import Rows, make_prm_step, make_sft_step
 
@@ -49,21 +47,19 @@ class Iteration:
 
 
 class Program:
-    """A phase's compiled iteration over its stream of rows or prompts.
+    """A phase's compiled iteration over its batches, which are a pure function of the iteration's number.
 
     An iteration's clock runs from the moment the one before it was finished, so that host work hidden behind the device costs nothing.
     """
 
-    def __init__(self, run: Run, rows: Sequence[Any], per_iteration: int, seed: int, first: int):
-        self.run, self.first = run, first
-        self.stream = Stream(len(rows), seed=seed)
-        self.rows, self.per_iteration = rows, per_iteration
+    def __init__(self, run: Run, batches: PromptBatches | SequenceBatches, per_iteration: int, first: int):
+        self.run, self.batches, self.per_iteration, self.first = run, batches, per_iteration, first
         self._pending: Iteration | None = None
 
-    def take(self, step: int) -> tuple[list[Any], list[int]]:
-        """The rows of an iteration and their indices: a pure function of (seed, step)."""
-        ids = self.stream.batch(step - self.first, self.per_iteration)
-        return [self.rows[i] for i in ids], ids
+    def rows(self, step: int) -> list[int]:
+        """Numbers of the rows that iteration ``step`` (0-based) reads."""
+        start = (step - self.first) * self.per_iteration
+        return [self.batches.order[k] for k in range(start, start + self.per_iteration)]
 
     def wait(self) -> None:
         """Until the iteration before is finished (the device would wait for its parameters anyway); stops its clock."""
@@ -71,26 +67,22 @@ class Program:
             jax.block_until_ready(self._pending.metrics)
             self._pending.parts["finished"] = time.perf_counter()
 
-    def close(self) -> None:
-        self._pending = None
-
 
 class SupervisedProgram(Program):
     """SFT, or the offline PRM: rows -> one jitted step."""
 
-    def __init__(self, run: Run, phase: Phase, step: Callable, rows: Sequence[Any], group: Any, to_arrays: Callable[[Any], dict[str, np.ndarray]]):
-        super().__init__(run, rows, group.batch_size, run.config.seed, phase.start)
-        self.to_arrays = to_arrays
+    def __init__(self, run: Run, phase: Phase, step: Callable, batches: SequenceBatches, batch_size: int):
+        super().__init__(run, batches, batch_size, phase.start)
         self.step = jax.jit(lambda state, rows: advance(*step(state, rows)), donate_argnums=0)
 
     def iterate(self, state: TrainState, step: int) -> Iteration:
-        rows, ids = self.take(step)
-        place = sharding(self.run.mesh, ("rows",))
-        batch = Rows(**{k: jax.device_put(v, place) for k, v in self.to_arrays(rows).items()})
+        batch = self.batches.batch(step - self.first, self.per_iteration)
+        where = sharding(self.run.mesh, ("rows",))
+        arrays = Rows(*(jax.device_put(x, where) for x in (batch.tokens, batch.lengths, batch.prompt_lengths, batch.labels)))
         self.wait()
         started = time.perf_counter()
-        state, metrics = self.step(state, batch)
-        self._pending = Iteration(state, step + 1, metrics, ids, started=started)
+        state, metrics = self.step(state, arrays)
+        self._pending = Iteration(state, step + 1, metrics, self.rows(step), started=started)
         return self._pending
 
 
@@ -98,17 +90,15 @@ class RLProgram(Program):
     """Prompts -> sample, verify, step."""
 
     def __init__(self, run: Run, phase: Phase):
-        r = run.config.rl
-        super().__init__(run, usable_problems(run), r.prompts * r.oversample, run.config.seed + 1, phase.start)
+        super().__init__(run, prompt_batches(run), run.config.rl.prompts * run.config.rl.oversample, phase.start)
         self.rl = RLPhase(run, phase)
 
     def iterate(self, state: TrainState, step: int) -> Iteration:
-        problems, ids = self.take(step)
-        batch = prompt_batch(self.run, problems)
+        prompts = place(self.run, self.batches.batch(step - self.first, self.per_iteration))
         self.wait()
         started = time.perf_counter()
-        state, metrics, trace, parts = self.rl.iterate(state, batch)
-        self._pending = Iteration(state, step + 1, metrics, ids, parts, trace, batch, started)
+        state, metrics, trace, parts = self.rl.iterate(state, prompts)
+        self._pending = Iteration(state, step + 1, metrics, self.rows(step), parts, trace, prompts, started)
         return self._pending
 
 
@@ -120,10 +110,8 @@ def make_program(run: Run, phase: Phase) -> SupervisedProgram | RLProgram:
     group = config.sft if phase.name == "sft" else config.prm
     cuts = micro_batches(group.batch_size, group.micro_batch)
     if phase.name == "sft":
-        rows, to_arrays = sft_rows(run)
-        return SupervisedProgram(run, phase, make_sft_step(run.cfg, phase, cuts), rows, group, to_arrays)
+        return SupervisedProgram(run, phase, make_sft_step(run.cfg, phase, cuts), sft_batches(run), group.batch_size)
     if config.prm.balance not in ("batch", "none"):
         raise UserError(f"balance {config.prm.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
-    rows, to_arrays = labelled_rows(run)
     step = make_prm_step(run.cfg, phase, cuts, beta=config.prm.beta, balance=config.prm.balance == "batch")
-    return SupervisedProgram(run, phase, step, rows, group, to_arrays)
+    return SupervisedProgram(run, phase, step, labelled_batches(run), group.batch_size)

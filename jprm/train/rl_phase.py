@@ -26,13 +26,14 @@ def step_spec(run: Run) -> StepSpec:
     r, p = run.config.rl, run.config.prm
     rows = r.prompts * r.group
     _one_of("prm_order", r.prm_order, ("after", "before", "none"))
+    _one_of("prm_rows", r.prm_rows, ("kept", "all"))
     _one_of("old_logp", r.old_logp, ("recompute", "behavior"))
     _one_of("kl_in", r.kl_in, ("loss", "reward"))
     if p.balance not in ("batch", "none"):
         raise UserError(f"balance {p.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
     return StepSpec(
         window=run.config.sampling.max_new, prompts=r.prompts, shards=run.row_shards, temperature=run.config.sampling.temperature or 1.0,
-        band=(r.band_low, r.band_high), mask_uniform=r.mask_uniform, beta=p.beta, balance=p.balance == "batch", prm_order=r.prm_order,
+        band=(r.band_low, r.band_high), mask_uniform=r.mask_uniform, beta=p.beta, balance=p.balance == "batch", prm_order=r.prm_order, prm_rows=r.prm_rows,
         prm_minibatches=r.prm_minibatches, epochs=r.epochs, minibatches=r.minibatches, micro_batches=micro_batches(rows // r.minibatches, r.micro_batch),
         prm_micro_batches=micro_batches(rows // r.prm_minibatches, r.micro_batch), old_logp=r.old_logp, clip=(r.clip_low, r.clip_high),
         dual_clip=r.dual_clip or None, aggregation=r.aggregation, kl_coef=r.kl_coef, kl_kind=r.kl_kind, kl_in=r.kl_in,

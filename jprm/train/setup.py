@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jprm.data.sequence import separator_mask
+from jprm.data.sequence import SequenceBuilder, separator_mask
 from jprm.data.tokenizer import check_vocab, load_tokenizer, stop_ids
 from jprm.errors import UserError
 from jprm.model.config import ModelConfig
@@ -33,7 +33,7 @@ class Run:
       workdir: its folder (nothing is written there yet).
       cfg: shape of policy, PRM and reference.
       mesh: over all devices.
-      task, tokenizer: what is asked, and in which ids.
+      task, tokenizer, builder: what is asked, in which ids, and how sequences are put together.
       stop_ids: ids that end a response.
       is_separator, is_stop: bool[V] by token id.
       sampling: how the policy's responses are drawn in training.
@@ -45,6 +45,7 @@ class Run:
     mesh: Mesh
     task: Task
     tokenizer: Any
+    builder: SequenceBuilder
     stop_ids: tuple[int, ...]
     is_separator: np.ndarray
     is_stop: np.ndarray
@@ -82,7 +83,8 @@ def build(config: Any) -> Run:
     tokenizer = _tokenizer(config, task)
     cfg = model_config(config, tokenizer)
     check_vocab(tokenizer, cfg.vocab_size)
-    stops = stop_ids(config.model.path or None, tokenizer)
+    builder = SequenceBuilder(tokenizer, template=config.tokenizer.template, system=config.tokenizer.system)
+    stops = tuple(sorted({*stop_ids(config.model.path or None, tokenizer), builder.end_id}))
     s = config.sampling
     if s.max_prompt < 1 or s.max_prompt + s.max_new > cfg.max_position_embeddings:
         raise UserError(f"max_prompt + max_new = {s.max_prompt} + {s.max_new} tokens", expected=f"at most the model's {cfg.max_position_embeddings}, and a prompt",
@@ -91,11 +93,9 @@ def build(config: Any) -> Run:
     check_layout(config, cfg, mesh)
     ids = np.zeros(cfg.vocab_size, bool)
     ids[list(stops)] = True
-    marks = np.zeros(cfg.vocab_size, bool)
-    found = separator_mask(tokenizer, config.task.separator or task.separator)
-    marks[: len(found)] = found[: cfg.vocab_size]
+    marks = separator_mask(tokenizer, config.task.separator or task.separator, cfg.vocab_size)
     workdir = pathlib.Path(config.workdir or f"runs/{config.name}")
-    return Run(config, workdir, cfg, mesh, task, tokenizer, stops, marks, ids, sampling)
+    return Run(config, workdir, cfg, mesh, task, tokenizer, builder, stops, marks, ids, sampling)
 
 
 def _tokenizer(config: Any, task: Task) -> Any:
