@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from jprm.data.tokenizer import load_tokenizer, stop_ids
+from jprm.model.decode import sample
 from jprm.model.forward import forward, logits
 from jprm.model.hf_config import load_config, read_hf_config
 from jprm.model.hf_export import export_model
 from jprm.model.hf_load import load_params, open_weights
+from jprm.model.sampling import Sampling, row_keys
 from jprm.sharding.mesh import make_mesh
 from tests.conftest import data_path, needs
 
@@ -198,11 +200,9 @@ def test_smollm2_export_loads_with_tokenizer_and_model_card(tmp_path):
 
     new = 12
     wanted = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
-    row = np.zeros((1, len(ids) + new), np.int64)
-    row[0, : len(ids)] = ids
-    for n in range(len(ids), len(ids) + new):
-        row[0, n] = ours(params, cfg, row)[0, n - 1].argmax()
-    assert row[0, len(ids) :].tolist() == wanted
+    sampling = Sampling(max_new=new, temperature=0.0, stop_ids=stop_ids(path, tokenizer))
+    sampled = sample(params, cfg, np.array([ids]), np.array([len(ids)]), row_keys(0, 0, 1), group=1, sampling=sampling)
+    assert np.asarray(sampled.tokens)[0, len(ids) : int(sampled.lengths[0])].tolist() == wanted
     run_card(out)
 
 
