@@ -65,6 +65,7 @@ def default_config() -> ConfigDict:
     p.balance = "batch"  # batch: both classes weigh the same in every batch; none
     p.score_scale = 1.0  # factor on beta x log-ratio when scoring; recorded with the weights
     p.max_steps = 16  # S: steps beyond it merge into the last
+    p.reference_logps = "recompute"  # recompute | cache: kept on the host after a row's first visit (4 bytes a token)
     p.path = ""  # a PRM to start from; empty: the policy as it stands when the PRM is first needed
     p.optimizer = _optimizer(lr=1e-4, warmup=0, schedule="constant", clip_norm=10.0)
 

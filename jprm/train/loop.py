@@ -106,7 +106,7 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
     metrics = MetricsWriter(run.workdir, resumed_from=resumed, tensorboard=config.log.tensorboard)
     evaluated = {row["step"] for row in read_metrics(run.workdir / METRICS) if row["phase"] == "eval"}
     saver = Saver(run.workdir / "checkpoints", keep=config.checkpoint.keep, resumed_from=resumed)
-    evaluator = Evaluator(run)
+    evaluator = Evaluator(run) if config.eval.problems and phases[-1].has_policy else None
     progress = Progress(interval_s=config.log.every_s)
     progress.say(f"{'resumed at iteration ' + str(step) if resumed else 'started'}: {run.workdir}")
 
@@ -116,7 +116,7 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
         progress_made["last_checkpoint"] = saver.last_checkpoint
 
     def evaluate(step: int, state: TrainState, *, thorough: bool) -> None:
-        if step in evaluated or not config.eval.problems or state.policy is None:
+        if step in evaluated or evaluator is None:
             return
         start = time.perf_counter()
         numbers, scored = evaluator.measure(state, thorough=thorough)

@@ -5,17 +5,21 @@ import time
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from jprm.data.batches import PromptBatches, SequenceBatches
 from jprm.errors import UserError
+from jprm.model.spec import Params
+from jprm.rl.learner import scan_rows
 from jprm.rl.step import Trace
 from jprm.sharding.rules import sharding
 from jprm.train.prompts import PromptBatch, place
 from jprm.train.rl_phase import RLPhase, advance
+from jprm.train.rollout import fetch
 from jprm.train.setup import Run, micro_batches
 from jprm.train.sources import labelled_batches, prompt_batches, sft_batches
 from jprm.train.state import Phase, TrainState
-from jprm.train.supervised import Rows, make_prm_step, make_sft_step
+from jprm.train.supervised import Rows, make_prm_step, make_sft_step, row_logps
 
 
 @dataclasses.dataclass
@@ -74,16 +78,34 @@ class SupervisedProgram(Program):
     def __init__(self, run: Run, phase: Phase, step: Callable, batches: SequenceBatches, batch_size: int):
         super().__init__(run, batches, batch_size, phase.start)
         self.step = jax.jit(lambda state, rows: advance(*step(state, rows)), donate_argnums=0)
+        self.cache: ReferenceCache | None = None
 
     def iterate(self, state: TrainState, step: int) -> Iteration:
         batch = self.batches.batch(step - self.first, self.per_iteration)
         where = sharding(self.run.mesh, ("rows",))
         arrays = Rows(*(jax.device_put(x, where) for x in (batch.tokens, batch.lengths, batch.prompt_lengths, batch.labels)))
+        if self.cache is not None:
+            arrays = self.cache.add(state.reference, arrays, self.rows(step))
         self.wait()
         started = time.perf_counter()
         state, metrics = self.step(state, arrays)
         self._pending = Iteration(state, step + 1, metrics, self.rows(step), started=started)
         return self._pending
+
+
+class ReferenceCache:
+    """Reference log-probs of labelled rows on the host, computed at a row's first visit: later epochs need no reference forward pass."""
+
+    def __init__(self, run: Run, micro_batches: int):
+        self.run, self.known = run, {}
+        self._logps = jax.jit(lambda reference, rows: scan_rows(lambda r: row_logps(reference, run.cfg, r), rows, micro_batches))
+
+    def add(self, reference: Params, rows: Rows, ids: list[int]) -> Rows:
+        """The same rows with their ``reference_logps``."""
+        if any(i not in self.known for i in ids):
+            self.known |= dict(zip(ids, fetch(self._logps(reference, rows))))
+        logps = np.stack([self.known[i] for i in ids])
+        return rows.replace(reference_logps=jax.device_put(logps, sharding(self.run.mesh, ("rows",))))
 
 
 class RLProgram(Program):
@@ -113,5 +135,10 @@ def make_program(run: Run, phase: Phase) -> SupervisedProgram | RLProgram:
         return SupervisedProgram(run, phase, make_sft_step(run.cfg, phase, cuts), sft_batches(run), group.batch_size)
     if config.prm.balance not in ("batch", "none"):
         raise UserError(f"balance {config.prm.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
+    if config.prm.reference_logps not in ("recompute", "cache"):
+        raise UserError(f"reference_logps {config.prm.reference_logps!r}", expected="recompute or cache", where="config.prm.reference_logps",
+                        fix="Set config.prm.reference_logps=recompute")
     step = make_prm_step(run.cfg, phase, cuts, beta=config.prm.beta, balance=config.prm.balance == "batch")
-    return SupervisedProgram(run, phase, step, labelled_batches(run), group.batch_size)
+    program = SupervisedProgram(run, phase, step, labelled_batches(run), group.batch_size)
+    program.cache = ReferenceCache(run, cuts) if config.prm.reference_logps == "cache" else None
+    return program

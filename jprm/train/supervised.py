@@ -17,12 +17,14 @@ from jprm.train.state import Phase, TrainState
 
 @flax.struct.dataclass
 class Rows:
-    """A training batch: i32[B, T] right-padded tokens, lengths, prompt lengths; labels f32[B] where rows have one."""
+    """A training batch: i32[B, T] right-padded tokens, lengths, prompt lengths; labels f32[B], and the reference's
+    log-probs f32[B, T-1] where they were computed before."""
 
     tokens: jax.Array
     lengths: jax.Array
     prompt_lengths: jax.Array
     labels: jax.Array
+    reference_logps: jax.Array | None = None
 
     @property
     def mask(self) -> jax.Array:
@@ -58,11 +60,14 @@ def make_sft_step(cfg: ModelConfig, phase: Phase, micro_batches: int) -> Callabl
 def make_prm_step(cfg: ModelConfig, phase: Phase, micro_batches: int, *, beta: float, balance: bool) -> Callable[..., tuple]:
     """``step(state, rows) -> (state, ok, metrics)`` of the implicit PRM: cross-entropy of labels under sigma(beta x sum of log-ratios).
 
-    Reference log-probs are computed in the same program, by the same function at the same shapes.
+    Reference log-probs come with the rows, or are computed here: by the same function at the same shapes either way, so that a PRM
+    equal to its reference scores exactly 0.
     """
 
     def step(state: TrainState, rows: Rows):
-        reference = scan_rows(lambda r: row_logps(state.reference, cfg, r), rows, micro_batches)
+        reference = rows.reference_logps
+        if reference is None:
+            reference = scan_rows(lambda r: row_logps(state.reference, cfg, r), rows, micro_batches)
         usable = implicit.usable_rows(rows.mask, rows.labels, jnp.ones_like(rows.labels, bool))
         weight = implicit.balanced_weights(rows.labels, usable) if balance else jnp.ones_like(rows.labels)
 
