@@ -85,7 +85,7 @@ def read_labelled(paths: Sequence[str | pathlib.Path]) -> list[Pair]:
     for path in paths:
         rows = list(read_rows(path))
         columns = {key for _, row in rows for key in row}
-        judged = sorted({key for _, row in rows for key, value in row.items() if isinstance(value, dict) and "is_correct" in value})
+        judged = sorted({key for _, row in rows for key, one in row.items() if isinstance(one, dict) and "is_correct" in one})
         if "label" not in columns and not judged:
             raise _no_column(path, columns, "a column `label` with 0 or 1", "Add one", key="config.prm.data")
         pairs += [pair for _, pair in _usable(rows, account, lambda row: _judged(row, judged) if judged else [_labelled(row)])]

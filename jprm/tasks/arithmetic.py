@@ -127,8 +127,8 @@ def demonstration(problem: Problem, draw: int, *, options: ChainOptions, seed: i
 
     While two operations are left, with probability `careless` both go into one equation, whose result is wrong with probability
     `careless_wrong` (off by one of WRONG_BY). What follows is right arithmetic from the value that stands there, so after one
-    wrong equation the answer is wrong: a second never makes up for the first. Wrong values are chosen so that no later value falls
-    below zero: a minus sign gives nothing away.
+    wrong equation the answer is wrong: a second never makes up for the first. Wrong values are chosen so that no later value
+    falls below zero: a minus sign gives nothing away.
     """
     rng = random.Random(f"{seed}/{problem.prompt}/{draw}")
     value, terms = _chain(problem.prompt)
@@ -153,9 +153,9 @@ def first_error(problem: Problem, response: str) -> int:
     """The first wrong step of a response, against the truth.
 
     Steps are the pieces between separators. An equation is right iff it is arithmetically right *and* continues the chain: its
-    left side is the value reached so far and the next one or two operations. The answer step `#25` is right iff all operations are
-    used and the value is theirs. A response that ends without an answer is wrong at its last step, the one that stopped; whatever
-    stands after an answer is wrong too.
+    left side is the value reached so far and the next one or two operations. The answer step `#25` is right iff all operations
+    are used and the value is theirs. A response that ends without an answer is wrong at its last step, the one that stopped;
+    whatever stands after an answer is wrong too.
 
     Returns:
       The 0-based index of the first wrong step; -1 if there is none.

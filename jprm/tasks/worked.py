@@ -12,6 +12,7 @@ import ast
 import itertools
 import operator
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -19,6 +20,9 @@ _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _DIGITS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _WORDS = {w: n for n, w in enumerate("zero one two three four five six seven eight nine ten eleven twelve".split())}
 _DIGITS_OR_WORDS = re.compile(rf"{_DIGITS.pattern}|\b(?:{'|'.join(_WORDS)})\b", re.IGNORECASE)
+
+_PRIMES = (1009, 2003, 3001, 4001, 5003, 6007)
+MAX_NUMBERS = len(_PRIMES)  # a question with a table in it: a search would find something, and it would mean nothing
 
 Step = tuple[Fraction, str, Fraction]
 
@@ -45,47 +49,46 @@ def from_equation(equation: str, answer: Fraction) -> str | None:
 
 
 def from_numbers(question: str, answer: Fraction) -> str | None:
-    """One or two operations on the numbers of a question that give its answer; None where there are none, or of several kinds.
+    """One or two operations on the numbers of a question that give its answer; None where there are none, or of several meanings.
 
-    With three numbers or more, two operations on three different ones are tried first, then one operation. Derivations that use
-    other operations altogether (2 + 2 and 2 * 2) leave the meaning open and give None; (a + b) - c and a + (b - c) do not.
+    With three numbers or more, two operations on three different ones are tried first, then one operation. Two derivations mean
+    the same if they agree on other numbers, too: (a + b) - c and a + (b - c) do; 2 + 2 and 2 * 2 do not, and give None.
     Numbers are digits; spelled-out ones up to twelve count where the digits alone do not suffice.
     """
     for pattern in (_DIGITS, _DIGITS_OR_WORDS):
         numbers = [_number(text) for text in pattern.findall(question)]
+        if len(numbers) > MAX_NUMBERS:
+            return None
         for length in (2, 1):
-            found = [steps for steps in _derivations(numbers, length) if _result(steps[-1]) == answer]
-            if len({tuple(sorted(step[1] for step in steps)) for steps in found}) == 1:
-                return _written(found[0], answer)
+            found = [(steps, meaning) for steps, meaning in _derivations(numbers, length) if _result(steps[-1]) == answer]
+            if len({meaning for _, meaning in found}) == 1:
+                return _written(found[0][0], answer)
             if found:
                 return None
     return None
 
 
-def _derivations(numbers: list[Fraction], length: int) -> list[list[Step]]:
-    """All chains of so many operations, each number used once, in the order of the question first; no value below zero."""
-    found = []
+def _derivations(numbers: list[Fraction], length: int) -> Iterator[tuple[list[Step], Fraction]]:
+    """All chains of so many operations, each number used once, in the order of the question first, no value below zero.
+
+    With each comes its meaning: its value where every number is replaced by another (equal ones by the same).
+    """
+    others = {number: Fraction(prime) for number, prime in zip(dict.fromkeys(numbers), _PRIMES)}
     for chosen in itertools.permutations(range(len(numbers)), length + 1):
-        if len(numbers) > 6:  # a question with a table in it: a search would find something, and it would mean nothing
-            break
         for signs in itertools.product(_OPERATIONS, repeat=length):
-            if signs[0] in "+*" and chosen[0] > chosen[1]:
-                continue
             for turned in itertools.product((False, True), repeat=length - 1):
-                steps, value = [], numbers[chosen[0]]
-                for position, (sign, index) in enumerate(zip(signs, chosen[1:], strict=True)):
-                    pair = (value, numbers[index])
-                    if position and turned[position - 1]:
-                        if sign in "+*":
-                            break
-                        pair = pair[::-1]
-                    if sign == "/" and not pair[1] or sign == "-" and pair[0] < pair[1]:
+                steps: list[Step] = []
+                value, meaning = numbers[chosen[0]], others[numbers[chosen[0]]]
+                for sign, index, turn in zip(signs, chosen[1:], (False, *turned), strict=True):
+                    pair, other = (value, numbers[index]), (meaning, others[numbers[index]])
+                    if turn:
+                        pair, other = pair[::-1], other[::-1]
+                    if sign == "/" and 0 in (pair[1], other[1]) or sign == "-" and pair[0] < pair[1]:
                         break
                     steps.append((pair[0], sign, pair[1]))
-                    value = _result(steps[-1])
+                    value, meaning = _result(steps[-1]), _OPERATIONS[sign](*other)
                 else:
-                    found.append(steps)
-    return found
+                    yield steps, meaning
 
 
 def _result(step: Step) -> Fraction:
