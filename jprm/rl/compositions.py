@@ -15,14 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from jprm.errors import UserError
-from jprm.rl.credit import suffix_sum
-from jprm.rl.normalise import max_return, norm, rms, scale_to, whiten as whiten_op
+from jprm.rl.credit import suffix_sum, value_baseline
+from jprm.rl.normalise import max_return, norm, rms, scale_to
+from jprm.rl.normalise import whiten as whiten_op
 from jprm.rl.rollouts import Rollouts
 from jprm.rl.select import has_contrast, to_rows
 from jprm.rl.signal import Channel, Op, Signal, advantage, channel, column, keep, lift, signal, to_steps
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
 FORMULAS = ("paper", "prime_code")
+CREDITS = ("reward", "baseline")
 GRANULARITIES = ("token", "step")
 PROCESS_SCALES = ("max_return", "rms", "none")
 
@@ -38,7 +40,7 @@ def contrasted(rollouts: Rollouts) -> jax.Array:
 
 
 def outcome_and_kl(rollouts: Rollouts) -> Signal:
-    """The verdict plus, where KL is part of the reward, the row's sum of KL rewards (verl's and TRL's place for it: before the baseline)."""
+    """The verdict plus, where KL is part of the reward, the row's KL rewards: before the baseline, as in verl and TRL."""
     value = rollouts.outcome
     if KL_REWARDS in rollouts.columns:
         per_token = rollouts.columns[KL_REWARDS]
@@ -72,6 +74,7 @@ def outcome_channel(estimator: str = "grpo", *, weight=1.0, gamma: float = 1.0, 
 
 def process_channel(
     *,
+    credit: str = "reward",
     formula: str = "paper",
     granularity: str = "token",
     accumulate: bool = True,
@@ -88,12 +91,15 @@ def process_channel(
     .. math::  A_t = \sum_{s \ge t} \gamma^{s-t}\Big[\tilde r_s - \tfrac{1}{K-1}\sum_{j\ne i}\bar r_j\Big]
 
     Args:
+      credit: ``reward`` as above, PRIME's; ``baseline`` uses the same rewards as a critic instead, see
+        :func:`jprm.rl.credit.value_baseline`, and reads only ``granularity``, ``contrast_only`` and ``max_steps``.
       formula: ``paper`` as above; ``prime_code`` as the authors' code and verl-recipe compute the bracket, see
         :func:`jprm.rl.normalise.norm` (the two agree at the first token and differ by a zero-sum reshaping after it).
       granularity: ``step`` sums rewards over each step first; baseline, discount and credit then count steps.
       accumulate: False leaves out the suffix sum. r_t = Q_t - Q_{t-1} is already a difference of values, i.e. an advantage.
       gamma: discount per token (step).
-      scale: ``max_return`` divides rewards as PRIME's code does; ``rms`` scales the finished returns to ``scale_target``; ``none``.
+      scale: ``max_return`` divides rewards as PRIME's code does; ``rms`` scales the finished returns to ``scale_target``;
+        ``none``.
       scale_floor: least divisor, in units of the token rewards; see :func:`jprm.rl.normalise.scale_to`.
       scale_target: for ``rms``: a number or a channel to match.
       contrast_only: groups whose outcomes are all equal get no process credit (they have no say in which process is right).
@@ -103,18 +109,25 @@ def process_channel(
     References:
       Cui et al., PRIME (arXiv 2502.01456), and its code's RLOO estimator.
     """
+    _check("process_credit", credit, CREDITS)
     _check("formula", formula, FORMULAS)
     _check("granularity", granularity, GRANULARITIES)
     _check("process_scale", scale, PROCESS_SCALES)
     if granularity == "step" and not max_steps:
         raise UserError(
-            f"max_steps={max_steps!r}", expected="a positive number of steps with granularity 'step'", where="config.rl.max_steps",
-            fix="Set config.rl.max_steps")  # fmt: skip
+            f"max_steps={max_steps!r}",
+            expected="a positive number of steps with granularity 'step'",
+            where="config.rl.max_steps",
+            fix="Set config.rl.max_steps",
+        )
     ops: list[Op] = []
     if contrast_only:
         ops.append(keep(contrasted))
     if granularity == "step":
         ops.append(to_steps(max_steps))
+    if credit == "baseline":
+        ops += [keep(lambda rollouts: rollouts.labelled), value_baseline()]
+        return channel("process", column(TOKEN_REWARDS, "token"), *ops, weight=weight)
     if scale == "max_return":
         ops.append(scale_to("max_return", floor=scale_floor))
     ops.append(norm("group", "loo_rows" if formula == "paper" else "loo_rows_code", "none"))
@@ -136,6 +149,7 @@ def build_advantage(
     ddof: int = 1,
     eps: float = 1e-6,
     process_weight=0.0,
+    process_credit: str = "reward",
     process_gamma: float = 1.0,
     formula: str = "paper",
     granularity: str = "token",
@@ -151,14 +165,15 @@ def build_advantage(
     Args: those of :func:`outcome_channel` and :func:`process_channel`, and
       process_weight: a static 0 leaves the process channel out (outcome-only GRPO, Dr.GRPO, RLOO).
       process_scale: ``rms`` matches the outcome channel's rms; then ``process_weight`` is the ratio of the two.
-      whiten: mean 0 and variance 1 over all counted tokens of the batch at the end (PRIME: True). Tokens without any credit (unknown
-        outcomes, groups without contrast) are counted too and get minus the mean; make their rows not ``valid`` to leave them out.
+      whiten: mean 0 and variance 1 over all counted tokens of the batch at the end (PRIME: True). Tokens without any credit
+        (unknown outcomes, groups without contrast) are counted too and get minus the mean; make their rows not ``valid`` to
+        leave them out.
 
     Returns:
-      ``f(rollouts, token_rewards=None, kl_rewards=None) -> (advantages f32[R, T], returns, metrics)``: pure, to be jitted with the step; all
-      gradients stopped. ``token_rewards`` and ``kl_rewards`` (from :func:`jprm.rl.kl.kl_rewards`) are f32[R, T] of the same window as the
-      rollouts' token arrays. ``returns`` holds the unweighted token signal of each source, ``outcome`` and ``process``. ``metrics`` are
-      f32 scalars of the whole batch.
+      ``f(rollouts, token_rewards=None, kl_rewards=None) -> (advantages f32[R, T], returns, metrics)``: pure, to be jitted with
+      the step; all gradients stopped. ``token_rewards`` and ``kl_rewards`` (from :func:`jprm.rl.kl.kl_rewards`) are f32[R, T] of
+      the same window as the rollouts' token arrays. ``returns`` holds the unweighted token signal of each source, ``outcome`` and
+      ``process``. ``metrics`` are f32 scalars of the whole batch.
 
     Raises:
       UserError: unknown strings; ``step`` without ``max_steps``.
@@ -169,6 +184,7 @@ def build_advantage(
     out = outcome_channel(estimator, weight=outcome_weight, gamma=outcome_gamma, ddof=ddof, eps=eps)
     with_process = not (isinstance(process_weight, (int, float)) and process_weight == 0)
     process = process_channel(
+        credit=process_credit,
         formula=formula,
         granularity=granularity,
         accumulate=accumulate,
@@ -187,8 +203,11 @@ def build_advantage(
         if with_process:
             if token_rewards is None:
                 raise UserError(
-                    "no token rewards", expected="rewards of a process reward model", where="config.rl.process_weight",
-                    fix="Set config.rl.process_weight=0 or train a PRM")  # fmt: skip
+                    "no token rewards",
+                    expected="rewards of a process reward model",
+                    where="config.rl.process_weight",
+                    fix="Set config.rl.process_weight=0 or train a PRM",
+                )
             columns[TOKEN_REWARDS] = token_rewards
         if kl_rewards is not None:
             columns[KL_REWARDS] = kl_rewards
@@ -229,4 +248,8 @@ def _metrics(rollouts, advantages, returns, granularity, max_steps):
 def _check(key, found, allowed):
     if found not in allowed:
         raise UserError(
-            f"{key} {found!r}", expected=f"one of {', '.join(allowed)}", where=f"config.rl.{key}", fix=f"Set config.rl.{key} to one of them")
+            f"{key} {found!r}",
+            expected=f"one of {', '.join(allowed)}",
+            where=f"config.rl.{key}",
+            fix=f"Set config.rl.{key} to one of them",
+        )

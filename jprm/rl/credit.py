@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jprm.rl.rollouts import Rollouts
-from jprm.rl.signal import Op, Signal
+from jprm.rl.signal import Op, Signal, total
 
 
 def suffix_sums(rewards_RxU: jax.Array, mask_RxU: jax.Array, gamma: float = 1.0) -> jax.Array:
@@ -53,8 +53,8 @@ def potential_differences(potential_RxU: jax.Array, mask_RxU: jax.Array, gamma: 
 
     .. math::  r_k = \gamma\,\Phi_k - \Phi_{prev(k)},\qquad \Phi_{prev(first)} = start
 
-    ``prev`` is the previous *existing* unit, so holes in the mask are stepped over. With gamma 1 it inverts a prefix sum: applied to the PRM's
-    Q it gives its token rewards.
+    ``prev`` is the previous *existing* unit, so holes in the mask are stepped over. With gamma 1 it inverts a prefix sum: applied
+    to the PRM's Q it gives its token rewards.
 
     Args:
       potential_RxU: f32[..., U] value of the prefix up to and with unit k. Ignored, even NaN, off the mask.
@@ -78,6 +78,33 @@ def potential_differences(potential_RxU: jax.Array, mask_RxU: jax.Array, gamma: 
     return jnp.where(mask_RxU, gamma * potential - before, 0.0)
 
 
+def group_prior(rollouts: Rollouts) -> jax.Array:
+    """f32[R] in (0, 1): how often the *other* rows of the group are right, with half a success and half a failure added.
+
+    It says nothing about the row itself, so what is subtracted because of it leaves the policy gradient unbiased.
+    """
+    labelled = rollouts.labelled.astype(jnp.float32)
+    right = jnp.where(rollouts.labelled, jnp.clip(rollouts.outcome, 0.0, 1.0), 0.0)
+    others = total(right, "unit", rollouts.group) - right, total(labelled, "unit", rollouts.group) - labelled
+    return (others[0] + 0.5) / (others[1] + 1.0)
+
+
+def prefix_success(rewards_RxU: jax.Array, prior_R: jax.Array) -> jax.Array:
+    r"""Chance of success *before* each unit, f32[R, U]: a prior, moved by the log-odds that an implicit PRM has gathered so far.
+
+    .. math::  V_{k-1} = \sigma\big(\mathrm{logit}\,p_0 + \textstyle\sum_{j<k} r_j\big)
+
+    A PRM trained with cross-entropy on :math:`\sigma(\beta S)` states log-odds of success; before the first unit there are none
+    and the value is the prior.
+
+    Args:
+      rewards_RxU: f32[R, U] rewards :math:`\beta q` of tokens or steps, 0 where there is none.
+      prior_R: f32[R] in (0, 1).
+    """
+    before = jnp.cumsum(rewards_RxU, axis=1) - rewards_RxU
+    return jax.nn.sigmoid((jnp.log(prior_R) - jnp.log1p(-prior_R))[:, None] + before)
+
+
 # ------------------------------------------------------------------------------------------------ as operations
 
 
@@ -98,3 +125,17 @@ def prefix_sum() -> Op:
 def difference(gamma: float = 1.0, start: float = 0.0) -> Op:
     """Values of prefixes -> rewards, see :func:`potential_differences`."""
     return lambda s, rollouts: s.with_value(potential_differences(s.value, s.mask, gamma, start))
+
+
+def value_baseline() -> Op:
+    """Rewards of an implicit PRM -> minus what its value of the prefix has moved from the group's prior, per token or step.
+
+    Added to an outcome that is centred on its group, it makes the advantage :math:`o - V_{k-1}`: the PRM is a critic. It depends on
+    the prefix alone, so its expected gradient is 0 *whatever the PRM says*: a bad PRM costs variance, never direction.
+    """
+
+    def op(s: Signal, rollouts: Rollouts) -> Signal:
+        prior = group_prior(rollouts)
+        return s.with_value(prior[:, None] - prefix_success(s.value, prior))
+
+    return op

@@ -63,7 +63,9 @@ def test_soft_value_of_a_prefix_is_exact():
     reward = np.asarray(outcome_rewards(q, mask, beta))
     assert float(value[0]) == pytest.approx(0.45814537, abs=1e-6)
     assert beta * np.log((ref * np.exp(reward / beta)).sum()) == pytest.approx(0.45814537, abs=1e-6)
-    assert (ref * reward).sum() == pytest.approx(0.33978919, abs=1e-6) and (pi * reward).sum() == pytest.approx(0.56800659, abs=1e-6)
+    assert (ref * reward).sum() == pytest.approx(0.33978919, abs=1e-6) and (pi * reward).sum() == pytest.approx(
+        0.56800659, abs=1e-6
+    )
 
 
 def test_a_prm_equal_to_its_reference_is_silent():
@@ -163,7 +165,10 @@ def test_invariances(seed):
     weights = np.asarray(balanced_weights(outcome, usable_rows(mask, outcome, known)))
 
     def f(q, mask, outcome, known, weights):
-        loss = lambda q: (lambda s, w, m: (s, (s, w, m)))(*ce_loss(q, mask, outcome, known, beta=0.5, row_weight=weights))  # noqa: E731
+        def loss(q):
+            total, weight, metrics = ce_loss(q, mask, outcome, known, beta=0.5, row_weight=weights)
+            return total, (total, weight, metrics)
+
         (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(q))
         return values, gradient
 

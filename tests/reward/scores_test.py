@@ -58,11 +58,15 @@ def test_first_among_equals():
     assert best_of_n(jnp.array([1.0, 2, 2, -jnp.inf, -jnp.inf, -jnp.inf]), 3).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("call, found", [
-    (lambda: response_score(Q, MASK, STEP, 3, 1.0, "min"), "'min'"),
-    (lambda: step_scores(Q, MASK, STEP, 3, 1.0, "total"), "'total'"),
-    (lambda: aggregate(Q, MASK, "prod"), "'prod'"),
-], ids=["name", "kind", "how"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, found",
+    [
+        (lambda: response_score(Q, MASK, STEP, 3, 1.0, "min"), "'min'"),
+        (lambda: step_scores(Q, MASK, STEP, 3, 1.0, "total"), "'total'"),
+        (lambda: aggregate(Q, MASK, "prod"), "'prod'"),
+    ],
+    ids=["name", "kind", "how"],
+)
 def test_unknown_names(call, found):
     with pytest.raises(UserError) as error:
         call()

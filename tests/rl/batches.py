@@ -40,7 +40,9 @@ def golden() -> Rollouts:
 
 
 def random_rollouts(seed, prompts, group, length, max_steps=4, prompt_length=0):
-    """``(rollouts, q f32[R, T], logp f32[R, T], mask)``: responses of 0 to T tokens, steps in order, some rows unknown, some filler."""
+    """``(rollouts, q f32[R, T], logp f32[R, T], mask)``: responses of 0 to T tokens, steps in order, some rows unknown, some
+    filler.
+    """
     rng = np.random.default_rng(seed)
     rows = prompts * group
     lengths = rng.integers(0, length - prompt_length + 1, rows)

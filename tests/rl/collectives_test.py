@@ -17,17 +17,22 @@ from jprm.rl.signal import advantage, channel, column
 from tests.rl.batches import random_rollouts
 
 S, T, N = 4, 64, 48
-COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)(?:-start)?\("
+)
 CASES = [  # prompts, samples, meshes (data, fsdp, tensor); 3 prompts over 8 devices: groups are cut
     (4, 4, [(2, 4, 1)]),
     (3, 8, [(8, 1, 1), (2, 2, 2)]),
 ]
 PROGRAMS = {
     "token": build_advantage(process_weight=1.0, whiten=True, formula="prime_code", process_gamma=0.9, outcome_gamma=0.9),
-    "step": build_advantage(process_weight=1.0, granularity="step", max_steps=S, process_scale="rms", contrast_only=True, estimator="grpo"),
+    "step": build_advantage(
+        process_weight=1.0, granularity="step", max_steps=S, process_scale="rms", contrast_only=True, estimator="grpo"
+    ),
     # every token of a group in one pool, tokens being where a group lies across devices
     "pooled": lambda rollouts, q: advantage([channel("tokens", column("q", "token"), norm("group"))], [whiten()])(
-        rollouts.replace(columns={"q": q})),
+        rollouts.replace(columns={"q": q})
+    ),
 }
 
 
@@ -68,6 +73,9 @@ def test_advantage_moves_no_tokens(prompts, group, meshes, f):
 def test_the_measure_sees_a_gather():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
-    f = jax.jit(lambda x: x * 2, in_shardings=jax.sharding.NamedSharding(mesh, spec("data")),
-                out_shardings=jax.sharding.NamedSharding(mesh, spec()))  # fmt: skip
+    f = jax.jit(
+        lambda x: x * 2,
+        in_shardings=jax.sharding.NamedSharding(mesh, spec("data")),
+        out_shardings=jax.sharding.NamedSharding(mesh, spec()),
+    )
     assert largest_collective(f.lower(jax.ShapeDtypeStruct((16, 5), jnp.float32)).compile().as_text()) == 80

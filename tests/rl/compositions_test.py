@@ -1,7 +1,7 @@
 """The advantage the step calls: PRIME's golden values, and the properties that every composition must have.
 
-Seen to fail: `tile` for `repeat` in a group sum (equivariance), the paper's bracket for the code's (golden), `where` dropped in `signal`
-(garbage), `stop_gradient` dropped (gradient).
+Seen to fail: `tile` for `repeat` in a group sum (equivariance), the paper's bracket for the code's (golden), `where` dropped in
+`signal` (garbage), `stop_gradient` dropped (gradient).
 """
 
 import jax
@@ -20,11 +20,30 @@ from tests.rl.batches import GOLDEN_MASK, GOLDEN_Q, golden, make_rollouts, pad, 
 
 # ------------------------------------------------------------------------------------------------ golden values
 
-PAPER = [[0.083334, 0.166667, 0.75, 0], [-0.314815, -0.824074, 0, 0], [-2.629624, -1.388885, -1.148145, -0.074073], [0.175925, 0, 0, 0]]
-CODE = [[0.083334, 0.129631, 0.842592, 0], [-0.314815, -0.935185, 0, 0], [-2.629624, -1.249997, -1.203701, -0.046295], [0.175925, 0, 0, 0]]
-WHITENED = [[0.597601, 0.643855, 1.356166, 0], [0.199815, -0.419987, 0, 0], [-2.112879, -0.734512, -0.688258, 0.46809], [0.690107, 0, 0, 0]]
+PAPER = [
+    [0.083334, 0.166667, 0.75, 0],
+    [-0.314815, -0.824074, 0, 0],
+    [-2.629624, -1.388885, -1.148145, -0.074073],
+    [0.175925, 0, 0, 0],
+]
+CODE = [
+    [0.083334, 0.129631, 0.842592, 0],
+    [-0.314815, -0.935185, 0, 0],
+    [-2.629624, -1.249997, -1.203701, -0.046295],
+    [0.175925, 0, 0, 0],
+]
+WHITENED = [
+    [0.597601, 0.643855, 1.356166, 0],
+    [0.199815, -0.419987, 0, 0],
+    [-2.112879, -0.734512, -0.688258, 0.46809],
+    [0.690107, 0, 0, 0],
+]
 CODE_GAMMA = [
-    [-0.545462, -0.554629, 0.175926, 0], [0.378703, -0.268518, 0, 0], [-2.878541, -1.66546, -1.799071, -0.712962], [0.842591, 0, 0, 0]]  # fmt: skip
+    [-0.545462, -0.554629, 0.175926, 0],
+    [0.378703, -0.268518, 0, 0],
+    [-2.878541, -1.66546, -1.799071, -0.712962],
+    [0.842591, 0, 0, 0],
+]
 RLOO = np.array([2 / 3, -2 / 3, 2 / 3, -2 / 3])
 
 
@@ -103,7 +122,13 @@ def test_kl_in_the_reward_enters_before_the_baseline():
 def test_metrics_count():
     rollouts = make_rollouts(np.ones((4, 2), bool), [1, np.nan, 1, 0], 2, known=[1, 1, 1, 1], valid=[1, 1, 1, 1])
     advantages, _, metrics = prime()(rollouts, jnp.array([[0.1, -0.5]] * 4))
-    want = {"critic/score/mean": 2 / 3, "critic/labelled": 3, "critic/unlabelled": 1, "critic/contrast_groups": 0.5, "prm/max_return": 0.5}
+    want = {
+        "critic/score/mean": 2 / 3,
+        "critic/labelled": 3,
+        "critic/unlabelled": 1,
+        "critic/contrast_groups": 0.5,
+        "prm/max_return": 0.5,
+    }
     for name, value in want.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
     assert float(metrics["critic/advantages/max"]) == pytest.approx(float(advantages.max()))
@@ -120,14 +145,23 @@ ALL = {
     "prime, code": dict(estimator="rloo", process_weight=0.3, formula="prime_code", whiten=True, scale_floor=0.1),
     "prime, steps": dict(estimator="grpo", process_weight=1.0, granularity="step", max_steps=4, process_gamma=0.9),
     "prime, per step": dict(
-        estimator="grpo", process_weight=1.0, granularity="step", max_steps=4, accumulate=False, process_scale="rms", contrast_only=True
+        estimator="grpo",
+        process_weight=1.0,
+        granularity="step",
+        max_steps=4,
+        accumulate=False,
+        process_scale="rms",
+        contrast_only=True,
     ),
 }
 COMPILED = {name: jax.jit(build_advantage(**options)) for name, options in ALL.items()}
 OUTCOME_ONLY = {name: jax.jit(build_advantage(estimator=name)) for name in ("grpo", "dr_grpo", "rloo")}
 FORMULAS_COMPILED = {
     (f, a, g): jax.jit(prime(formula=f, accumulate=a, granularity=g, max_steps=4))
-    for f in ("paper", "prime_code") for a in (True, False) for g in ("token", "step")}  # fmt: skip
+    for f in ("paper", "prime_code")
+    for a in (True, False)
+    for g in ("token", "step")
+}
 every = pytest.mark.parametrize("name", ALL)
 P, G, T = 3, 4, 6
 
@@ -179,7 +213,8 @@ OTHER_SHAPES = ("groups of one", "one row", "a window of nothing")  # each compi
 
 
 @pytest.mark.parametrize(
-    "name, case", [(n, c) for c in DEGENERATE for n in (("prime, code", "prime, per step") if c in OTHER_SHAPES else ALL)])
+    "name, case", [(n, c) for c in DEGENERATE for n in (("prime, code", "prime, per step") if c in OTHER_SHAPES else ALL)]
+)
 def test_degenerate_batches_are_finite(name, case):
     rollouts, q, _, _ = DEGENERATE[case]()
     for rewards in (q, 0 * q):

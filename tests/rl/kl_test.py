@@ -70,4 +70,9 @@ def test_huge_ratios_are_finite():
 def test_unknown_kind():
     with pytest.raises(UserError) as error:
         kl_estimate(jnp.zeros((1, 1)), jnp.zeros((1, 1)), ONE, "k4")
-    assert "'k4'" in error.value.found and "k1, k2, k3" in error.value.expected and error.value.where == "config.rl.kl_kind" and error.value.fix
+    assert (
+        "'k4'" in error.value.found
+        and "k1, k2, k3" in error.value.expected
+        and error.value.where == "config.rl.kl_kind"
+        and error.value.fix
+    )

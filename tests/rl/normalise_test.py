@@ -89,11 +89,17 @@ def test_process_grpo():
     got = norm()(steps, rollouts)
     np.testing.assert_allclose(
         suffix_sums(got.value, got.mask),
-        [[1.237254, -0.380693, 0], [0.475867, 0, 0], [-1.713121, -0.475867, -0.666214]], atol=1e-5)  # fmt: skip
+        [[1.237254, -0.380693, 0], [0.475867, 0, 0], [-1.713121, -0.475867, -0.666214]],
+        atol=1e-5,
+    )
 
 
-KEYS = {"row": lambda x, m, i, k: (x[i][m[i]]), "unit": lambda x, m, i, k: x[:, k][m[:, k]], "group": lambda x, m, i, k: x[m],
-        "batch": lambda x, m, i, k: x[m]}  # fmt: skip
+KEYS = {
+    "row": lambda x, m, i, k: x[i][m[i]],
+    "unit": lambda x, m, i, k: x[:, k][m[:, k]],
+    "group": lambda x, m, i, k: x[m],
+    "batch": lambda x, m, i, k: x[m],
+}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -115,8 +121,14 @@ def test_leave_one_row_out_golden():
     q = scale_to()(signal(GOLDEN_Q, GOLDEN_MASK, "token"), golden())
     np.testing.assert_allclose(
         q.value,
-        [[0.333333, -0.166666, 0.499999, 0], [0.833332, 0.166667, 0, 0], [-0.666666, 0.333333, -0.499999, -0.166667], [0.999998, 0, 0, 0]],
-        atol=2e-6)  # fmt: skip
+        [
+            [0.333333, -0.166666, 0.499999, 0],
+            [0.833332, 0.166667, 0, 0],
+            [-0.666666, 0.333333, -0.499999, -0.166667],
+            [0.999998, 0, 0, 0],
+        ],
+        atol=2e-6,
+    )
     baselines = (q.value - norm(center="loo_rows", scale="none")(q, golden()).value)[:, 0]
     np.testing.assert_allclose(baselines, [0.416666, 0.324074, 0.574073, 0.157407], atol=2e-6)
 

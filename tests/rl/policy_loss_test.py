@@ -105,8 +105,17 @@ def test_invariances(aggregation, seed):
     def f(logp, old, advantages, mask):
         def loss(x):
             total, weight, metrics = policy_loss(
-                x, old, advantages, mask, clip_high=0.28, dual_clip=3.0, aggregation=aggregation, constant=6,
-                entropy_RxT=x, entropy_coef=0.01)  # fmt: skip
+                x,
+                old,
+                advantages,
+                mask,
+                clip_high=0.28,
+                dual_clip=3.0,
+                aggregation=aggregation,
+                constant=6,
+                entropy_RxT=x,
+                entropy_coef=0.01,
+            )
             return total, (weight, metrics)
 
         (total, (weight, metrics)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logp))

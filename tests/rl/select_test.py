@@ -76,8 +76,11 @@ def test_no_row_moves_between_devices():
         index, valid = keep_prompts(passed, 8, shards=8)
         return take_prompts(x, index, 2), valid
 
-    compiled = jax.jit(f, in_shardings=(rows, rows), out_shardings=rows).lower(
-        jax.ShapeDtypeStruct((16,), bool), jax.ShapeDtypeStruct((32, 5), jnp.float32)).compile()  # fmt: skip
+    compiled = (
+        jax.jit(f, in_shardings=(rows, rows), out_shardings=rows)
+        .lower(jax.ShapeDtypeStruct((16,), bool), jax.ShapeDtypeStruct((32, 5), jnp.float32))
+        .compile()
+    )
     text = compiled.as_text()
     assert not any(f" {name}" in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
@@ -86,4 +89,9 @@ def test_no_row_moves_between_devices():
 def test_impossible_quotas(generated, prompts, shards):
     with pytest.raises(UserError) as error:
         keep_prompts(jnp.zeros(generated, bool), prompts, shards)
-    assert str(generated) in error.value.found and error.value.where == "config.rl.prompts" and error.value.expected and error.value.fix
+    assert (
+        str(generated) in error.value.found
+        and error.value.where == "config.rl.prompts"
+        and error.value.expected
+        and error.value.fix
+    )

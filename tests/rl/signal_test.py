@@ -87,7 +87,12 @@ def test_totals(key, want):
 def test_process_supervised_grpo(rollouts):
     compute = advantage([channel("process", column("score", "step", mask="exists"), norm(), suffix_sum())])
     got, _ = compute(rollouts)
-    want = [[2.250869, 1.438525, 0.998506], [0.880039, 0.812344, 0], [-2.030859, -2.843203, -1.793926], [-1.100049, 0.321553, -0.304629]]
+    want = [
+        [2.250869, 1.438525, 0.998506],
+        [0.880039, 0.812344, 0],
+        [-2.030859, -2.843203, -1.793926],
+        [-1.100049, 0.321553, -0.304629],
+    ]
     np.testing.assert_allclose(got, np.where(MASK, np.take_along_axis(np.array(want), np.maximum(STEP, 0), 1), 0), atol=2e-5)
 
 
