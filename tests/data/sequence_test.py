@@ -46,10 +46,10 @@ def test_chat_prompts(qwen):
     builder = SequenceBuilder(qwen, system="Be brief.")
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert builder.chat and qwen.decode(builder.prompt_ids("hi")) == text
-    assert builder.prompt_ids([{"role": "user", "content": "hi"}]) == builder.prompt_ids("hi")
+    given = [{"role": "user", "content": "hi"}]
+    assert builder.prompt_ids(given) == builder.prompt_ids("hi") and len(given) == 1  # the caller's list is left alone
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
     assert "Mine." in qwen.decode(builder.prompt_ids(own)) and "Be brief." not in qwen.decode(builder.prompt_ids(own))
-    assert own == [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]  # the caller's list is left alone
     assert SequenceBuilder(qwen, template="plain").prompt_ids("hi") == qwen("hi").input_ids
 
 
@@ -121,7 +121,7 @@ def test_separator_mask_of_byte_fallback(llama):
     assert np.flatnonzero(separator_mask(llama, "\n")).tolist() == [llama.convert_tokens_to_ids("<0x0A>")]
 
 
-@pytest.mark.parametrize("separator", ["\u043a\u0438", ""])
+@pytest.mark.parametrize("separator", ["\u043a\u0438", "", "eos"])
 def test_separator_that_no_token_holds(characters, separator):
     with pytest.raises(UserError) as error:
         separator_mask(characters, separator)

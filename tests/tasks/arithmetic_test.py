@@ -128,6 +128,7 @@ FIRST_ERRORS = {
     "second is wrong": ("17+5=22;22-9=14;14+12=26;#26", 1),
     "right sum, wrong operand": ("17+5=22;22-8=14;14+12=26;#26", 1),
     "right sum, does not continue": ("17+5=22;23-9=14;14+12=26;#26", 1),
+    "right value from another left side": ("17+5=22;21-9=13;13+12=25;#25", 1),
     "operation skipped": ("17+5=22;22+12=34;#34", 1),
     "operations in another order": ("17+5=22;22+12-9=25;#25", 1),
     "three at once": ("17+5-9+12=25;#25", 0),

@@ -146,3 +146,21 @@ def test_limits_must_be_positive(key, kwargs):
     with pytest.raises(UserError) as error:
         Sandbox("m:f", **kwargs)
     assert error.value.where == f"config.task.{key}" and error.value.found == f"{key} 0"
+
+
+@pytest.mark.slow
+def test_a_busy_process_does_not_outlive_a_parent_that_was_killed(service):
+    script = (
+        "import os, sys, threading, time; sys.path.insert(0, {folder!r})\n"
+        "from jprm.tasks.sandbox import Sandbox\n"
+        "box = Sandbox('sandbox_service:service', (1,), workers=1, timeout_s=1.0)\n"
+        "print(box.call(['pid'])[0].value, flush=True)\n"
+        "threading.Timer(0.5, os._exit, (0,)).start()\n"
+        "box.call(['tower'])"
+    ).format(folder=sys.path[0])
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    pid, deadline = int(out.stdout), time.monotonic() + 30
+    assert alive(pid)
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)

@@ -31,6 +31,7 @@ QUESTIONS = {
     "one": ("Tim had 28 bales and now 54. How many did he add?", 26, "54 - 28 = 26\nAnswer: 26"),
     "two": ("32 pieces and 42 pieces, ate 35. How many left?", 39, "32 + 42 = 74\n74 - 35 = 39\nAnswer: 39"),
     "sum times": ("6 dollars each, 3 decks and 6 decks?", 54, "6 + 3 = 9\n9 * 6 = 54\nAnswer: 54"),
+    "all numbers before some": ("7 and 3 and 6?", 10, "7 - 3 = 4\n4 + 6 = 10\nAnswer: 10"),
     "distractor": ("75 seashells and 14 starfish, 62 seashells left?", 13, "75 - 62 = 13\nAnswer: 13"),
     "thousands": ("1,200 and 300?", 1500, "1200 + 300 = 1500\nAnswer: 1500"),
     "spelled out": ("Two hens lay 3 eggs each. How many?", 6, "2 * 3 = 6\nAnswer: 6"),
