@@ -3,9 +3,9 @@ r"""The implicit process reward model: a language model whose log-ratio to a ref
 .. math::  q_t = \log\pi_\phi(y_t|\cdot) - \log\pi_{ref}(y_t|\cdot),\qquad r_t = \beta q_t,\qquad
            Q_t = \beta\sum_{s\le t} q_s,\qquad r_\phi(y) = \beta S = \beta\sum_t q_t
 
-Trained on outcomes only, Q_t is the soft value :math:`\beta\log E_{ref}[e^{r_\phi/\beta}\,|\,y_{\le t}]` of a prefix for *any* loss on r_phi, so
-r_t = Q_t - Q_{t-1} credits a token, and sums of r_t credit a step. S is a difference of large numbers: both log-probs come in fp32 from
-the same function at the same shapes, untempered; then a PRM equal to its reference gives exactly 0.
+Trained on outcomes only, Q_t is the soft value :math:`\beta\log E_{ref}[e^{r_\phi/\beta}\,|\,y_{\le t}]` of a prefix for *any*
+loss on r_phi, so r_t = Q_t - Q_{t-1} credits a token, and sums of r_t credit a step. S is a difference of large numbers: both
+log-probs come in fp32 from the same function at the same shapes, untempered; then a PRM equal to its reference gives exactly 0.
 
 References: Yuan et al., Free Process Rewards without Process Labels (arXiv 2412.01981); Cui et al., PRIME (arXiv 2502.01456).
 """
@@ -55,8 +55,8 @@ def usable_rows(mask_RxT: jax.Array, outcome: jax.Array, known: jax.Array) -> ja
 def balanced_weights(outcome: jax.Array, usable: jax.Array) -> jax.Array:
     """Row weights, f32[R], with which right and wrong rows of a *whole batch* weigh the same in total.
 
-    Computed over the batch and handed to :func:`ce_loss` row by row, so micro-batches stay exact. With soft labels a row is split between
-    the classes. Where one class is missing the other keeps half the weight; a weighted mean does not see the difference.
+    Computed over the batch and handed to :func:`ce_loss` row by row, so micro-batches stay exact. With soft labels a row is split
+    between the classes. Where one class is missing the other keeps half the weight; a weighted mean does not see the difference.
 
     Args:
       outcome: f32[R] in [0, 1].
@@ -83,7 +83,8 @@ def ce_loss(
 ) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     r"""Cross-entropy of an outcome label under :math:`\sigma(\beta S)`, in log-sigmoid form (finite and with gradient at any S).
 
-    .. math::  L = -o\,\log\sigma(\beta S) - (1-o)\,\log\sigma(-\beta S),\qquad \partial L/\partial q_t = \beta(\sigma(\beta S) - o)
+    .. math::  L = -o\,\log\sigma(\beta S) - (1-o)\,\log\sigma(-\beta S),\quad
+                \partial L/\partial q_t = \beta(\sigma(\beta S) - o)
 
     Args:
       q_RxT: f32[R, T] from :func:`log_ratio`; ignored, even NaN, off the mask.
@@ -94,8 +95,9 @@ def ce_loss(
       row_weight: f32[R], e.g. :func:`balanced_weights`; 1 by default.
 
     Returns:
-      ``(sum, weight, metrics)``: the weight is the sum of row weights over usable rows. Metrics over usable rows: ``accuracy`` (sign of S
-      against o > 1/2; S = 0 counts half), ``abs_sum`` (|S|, raw), ``excluded`` (share of all rows of the call that are not usable).
+      ``(sum, weight, metrics)``: the weight is the sum of row weights over usable rows. Metrics over usable rows: ``accuracy``
+      (sign of S against o > 1/2; S = 0 counts half), ``abs_sum`` (|S|, raw), ``excluded`` (share of all rows of the call that
+      are not usable).
     """
     usable = usable_rows(mask_RxT, outcome, known)
     label = jnp.clip(jnp.where(usable, outcome.astype(jnp.float32), 0.0), 0.0, 1.0)
@@ -114,13 +116,14 @@ def ce_loss(
     return jnp.sum(jnp.where(usable, weight * loss, 0.0)), jnp.sum(weight), metrics
 
 
-# ------------------------------------------------------------------------------------------------ does it rank? (whole batch: pairs cross rows)
+# ------------------------------------------------------------------------------------------------ does it rank?
 
 
 def auc(score: jax.Array, outcome: jax.Array, usable: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``(sum, weight)`` of pairs (right row, wrong row) of the batch that the score orders rightly; ties count half.
 
-    The quotient is the area under the ROC curve; weight 0 where one class is missing. Call it on the whole batch, not on micro-batches.
+    The quotient is the area under the ROC curve; weight 0 where one class is missing. Call it on the whole batch, not on
+    micro-batches.
     Note that it mixes prompts: easy prompts against hard ones. :func:`pair_accuracy` compares within prompts.
     """
     return _ordered_pairs(score[None], outcome[None], usable[None])

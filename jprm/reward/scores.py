@@ -2,11 +2,12 @@
 
 Four ways to score by steps are in print and rank differently, so each has a name:
 
-* ``single``: what a step adds, beta times the sum of its log-ratios; ``accumulative``: Q at its end, the sum over all steps so far;
+* ``single``: what a step adds, beta times the sum of its log-ratios; ``accumulative``: Q at its end, the sum over all steps so
+  far;
 * aggregated by ``min``, ``sum``, ``mean`` or ``last`` over the steps of the response.
 
-``accumulative_last`` is the outcome score beta * S; so is ``single_sum``. beta scales scores; it changes no ranking under min, sum, mean and last, but
-a threshold or a sigmoid needs the beta of training, which is kept with the weights.
+``accumulative_last`` is the outcome score beta * S; so is ``single_sum``. beta scales scores; it changes no ranking under min,
+sum, mean and last, but a threshold or a sigmoid needs the beta of training, which is kept with the weights.
 
 References: Yuan et al. (arXiv 2412.01981), evaluation code: min and sum of both kinds.
 """
@@ -84,4 +85,6 @@ def best_of_n(scores: jax.Array, n: int) -> jax.Array:
 
 def _check(what, found, allowed):
     if found not in allowed:
-        raise UserError(f"{what} {found!r}", expected=f"one of {', '.join(allowed)}", where="config.eval.prm_score", fix="Name one of them")
+        raise UserError(
+            f"{what} {found!r}", expected=f"one of {', '.join(allowed)}", where="config.eval.prm_score", fix="Name one of them"
+        )

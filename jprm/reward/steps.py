@@ -1,7 +1,8 @@
 """From tokens to steps and back: sums over the tokens of a step, and values of steps spread over their tokens.
 
-Both are written as a compare-and-reduce over ``[R, T, S]`` instead of a scatter or a gather. XLA fuses the compare into the reduce, so
-nothing of that size is stored; a row never leaves its device; and values under a false mask cannot leak, not even as ``0 * NaN``.
+Both are written as a compare-and-reduce over ``[R, T, S]`` instead of a scatter or a gather. XLA fuses the compare into the
+reduce, so nothing of that size is stored; a row never leaves its device; and values under a false mask cannot leak, not even as
+``0 * NaN``.
 """
 
 import jax

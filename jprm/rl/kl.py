@@ -4,13 +4,14 @@ With :math:`d = \log\pi_\theta - \log\pi_{ref}` at a token sampled from :math:`\
 
     k1 = d          k2 = d^2 / 2          k3 = exp(-d) - 1 + d
 
-*Values*: k1 and k3 have the mean KL(pi || ref); k2 is biased. *Gradients are another matter.* Used as a loss on on-policy samples,
+*Values*: k1 and k3 have the mean KL(pi || ref); k2 is biased. *Gradients are another matter.* As a loss on on-policy samples,
 
 * E[grad k1] = 0: it holds the policy to nothing;
 * E[grad k2] = grad KL(pi || ref), exactly;
 * E[grad k3] = grad KL(ref || pi), the other direction (``pi - ref`` on the logits).
 
-So: in the reward use k1; as a loss use k2 (or k3, knowing what it is). In the reward nothing is differentiated and only values matter.
+So: in the reward use k1; as a loss use k2 (or k3, knowing what it is). In the reward nothing is differentiated and only values
+matter.
 
 References: Schulman, "Approximating KL divergence" (2020); the golden values in the test of this file were computed by hand.
 """
@@ -34,8 +35,11 @@ def kl_estimate(logp: jax.Array, ref_logp: jax.Array, mask: jax.Array, kind: str
     """
     if kind not in KINDS:
         raise UserError(
-            f"kind {kind!r}", expected=f"one of {', '.join(KINDS)}", where="config.rl.kl_kind",
-            fix="Set config.rl.kl_kind to one of them")  # fmt: skip
+            f"kind {kind!r}",
+            expected=f"one of {', '.join(KINDS)}",
+            where="config.rl.kl_kind",
+            fix="Set config.rl.kl_kind to one of them",
+        )
     d = jnp.where(mask, logp.astype(jnp.float32) - jax.lax.stop_gradient(ref_logp.astype(jnp.float32)), 0.0)
     if kind == "k1":
         return d

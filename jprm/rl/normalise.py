@@ -32,10 +32,10 @@ def norm(
 
     Args:
       key: what is pooled: ``row``, ``unit`` (same step over the group), ``group``, ``batch`` (see :func:`jprm.rl.signal.total`).
-      center: ``mean``; ``loo``: the mean of all *other* elements of the pool; ``loo_rows``: the mean over the *other rows* of the group of
-        their own means (PRIME's paper; on rows the same as ``loo``); ``loo_rows_code``: the same as PRIME's two code bases compute it,
-        :math:`x\,K/(K-1) - \sum_{all} \bar x_j/(K-1)`, which adds :math:`(x - \bar x_i)/(K-1)` and so sharpens contrast inside a row;
-        ``none``; or a constant.
+      center: ``mean``; ``loo``: the mean of all *other* elements of the pool; ``loo_rows``: the mean over the *other rows* of the
+        group of their own means (PRIME's paper; on rows the same as ``loo``); ``loo_rows_code``: the same as PRIME's two code
+        bases compute it, :math:`x\,K/(K-1) - \sum_{all} \bar x_j/(K-1)`, which adds :math:`(x - \bar x_i)/(K-1)` and so sharpens
+        contrast inside a row; ``none``; or a constant.
       scale: ``std`` (two passes; never E[x^2] - E[x]^2) or ``none``.
       where: predicate bool[R] of the rollouts: only these rows make the statistic, and only they get a value other than 0.
       ddof: 1 is the unbiased std of verl, TRL and OpenRLHF; 0 numpy's.
@@ -47,9 +47,13 @@ def norm(
       An op. A pool of one gives exactly 0 for every centred estimator.
     """
     if center not in CENTERS and isinstance(center, str):
-        raise UserError(f"center {center!r}", expected=f"one of {', '.join(CENTERS)}", where="jprm.rl.normalise.norm", fix="Name one")
+        raise UserError(
+            f"center {center!r}", expected=f"one of {', '.join(CENTERS)}", where="jprm.rl.normalise.norm", fix="Name one"
+        )
     if scale not in SCALES:
-        raise UserError(f"scale {scale!r}", expected=f"one of {', '.join(SCALES)}", where="jprm.rl.normalise.norm", fix="Name one")
+        raise UserError(
+            f"scale {scale!r}", expected=f"one of {', '.join(SCALES)}", where="jprm.rl.normalise.norm", fix="Name one"
+        )
 
     def op(s: Signal, rollouts: Rollouts) -> Signal:
         mask = s.mask
@@ -119,15 +123,18 @@ def scale_to(
     """Rescale a signal by one number of the whole batch; no centring.
 
     Args:
-      kind: ``max_return``: divide by :func:`max_return`, as PRIME's code does (there per worker; here over the batch, so the result does not
-        depend on the number of devices). ``rms``: make the signal's rms ``target``; one outlier row does not set the scale.
-      floor: least divisor. A PRM that still equals its reference emits rounding noise of 1e-5, and noise divided by its own size is a full
-        signal; with a floor it stays small.
+      kind: ``max_return``: divide by :func:`max_return`, as PRIME's code does (there per worker; here over the batch, so the
+        result does not depend on the number of devices). ``rms``: make the signal's rms ``target``; one outlier row does not set
+        the scale.
+      floor: least divisor. A PRM that still equals its reference emits rounding noise of 1e-5, and noise divided by its own size
+        is a full signal; with a floor it stays small.
       eps: added to the divisor.
       target: for ``rms``: a number, or a channel whose own rms is matched (the process part to the outcome part).
     """
     if kind not in ("max_return", "rms"):
-        raise UserError(f"kind {kind!r}", expected="max_return or rms", where="jprm.rl.normalise.scale_to", fix="Name one of them")
+        raise UserError(
+            f"kind {kind!r}", expected="max_return or rms", where="jprm.rl.normalise.scale_to", fix="Name one of them"
+        )
 
     def op(s: Signal, rollouts: Rollouts) -> Signal:
         if kind == "max_return":

@@ -1,7 +1,7 @@
 """The clipped surrogate and the ways to add up tokens.
 
-Every loss is ``(sum, weight, metrics)``, metrics again being ``{name: (sum, weight)}``. Micro-batches and devices add sums and weights; the
-one division comes last. The mean of micro-batch means is another number (token counts differ) and is never formed.
+Every loss is ``(sum, weight, metrics)``, metrics again being ``{name: (sum, weight)}``. Micro-batches and devices add sums and
+weights; the one division comes last. The mean of micro-batch means is another number (token counts differ) and is never formed.
 """
 
 import jax
@@ -38,12 +38,18 @@ def aggregate(
     """
     if aggregation not in AGGREGATIONS:
         raise UserError(
-            f"aggregation {aggregation!r}", expected=f"one of {', '.join(AGGREGATIONS)}", where="config.rl.aggregation",
-            fix="Set config.rl.aggregation to one of them")  # fmt: skip
+            f"aggregation {aggregation!r}",
+            expected=f"one of {', '.join(AGGREGATIONS)}",
+            where="config.rl.aggregation",
+            fix="Set config.rl.aggregation to one of them",
+        )
     if aggregation == "constant" and not constant:
         raise UserError(
-            f"constant={constant!r}", expected="a positive number of tokens", where="config.rl.aggregation",
-            fix="Give the longest response allowed as the constant")  # fmt: skip
+            f"constant={constant!r}",
+            expected="a positive number of tokens",
+            where="config.rl.aggregation",
+            fix="Give the longest response allowed as the constant",
+        )
     tokens_R = jnp.sum(mask_RxT, axis=1, dtype=jnp.float32)
     sums_R = jnp.sum(jnp.where(mask_RxT, values_RxT.astype(jnp.float32), 0.0), axis=1)
     rows = jnp.sum(tokens_R > 0, dtype=jnp.float32)
@@ -77,7 +83,8 @@ def policy_loss(
 
     Args:
       logp_RxT: f32[R, T], differentiated.
-      old_logp_RxT: f32[R, T]; gradient stopped. With one update per rollout pass ``stop_gradient(logp)``: every ratio is exactly 1.
+      old_logp_RxT: f32[R, T]; gradient stopped. With one update per rollout pass ``stop_gradient(logp)``: every ratio is exactly
+        1.
       advantages_RxT: f32[R, T]; gradient stopped.
       mask_RxT: bool[R, T] sampled tokens of valid rows. Everything off it is ignored, even NaN, also by the gradient.
       clip_low, clip_high: distances from 1 (DAPO: .2 and .28).

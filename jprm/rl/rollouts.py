@@ -11,8 +11,8 @@ from jprm.errors import UserError
 class Rollouts:
     """R = P prompts x G samples, prompt-major (the G samples of a prompt are neighbouring rows).
 
-    Token arrays follow one convention: index t is about the token at position t. T is the whole sequence, or the response window of N
-    tokens after :func:`to_window`; nothing in ``rl/`` assumes which.
+    Token arrays follow one convention: index t is about the token at position t. T is the whole sequence, or the response window
+    of N tokens after :func:`to_window`; nothing in ``rl/`` assumes which.
     """
 
     tokens: jax.Array  # i32[R, T] prompt then response, right-padded
@@ -52,8 +52,11 @@ def grouped(x: jax.Array, group: int) -> jax.Array:
     """
     if group < 1 or x.shape[0] % group:
         raise UserError(
-            f"{x.shape[0]} rows in groups of {group}", expected="rows = prompts x samples per prompt", where="rollouts.group",
-            fix="Make the number of rows a multiple of the group size")  # fmt: skip
+            f"{x.shape[0]} rows in groups of {group}",
+            expected="rows = prompts x samples per prompt",
+            where="rollouts.group",
+            fix="Make the number of rows a multiple of the group size",
+        )
     return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
 
@@ -127,9 +130,10 @@ def step_ids(
 ) -> tuple[jax.Array, jax.Array]:
     """Number the reasoning steps of a response, on token ids (text is never re-tokenised to find a border).
 
-    A step ends at a sampled token whose id is a separator; the separator belongs to the step it ends, so every separator makes a step, also
-    one that follows another. A last token that stands alone after a separator (the EOS that closes the response) is no step of its own:
-    it belongs to the step before. With ``is_stop_V`` that holds for stop ids only; without, for any single last token.
+    A step ends at a sampled token whose id is a separator; the separator belongs to the step it ends, so every separator makes a
+    step, also one that follows another. A last token that stands alone after a separator (the EOS that closes the response) is no
+    step of its own: it belongs to the step before. With ``is_stop_V`` that holds for stop ids only; without, for any single last
+    token.
 
     Args:
       tokens_RxT: i32[R, T].

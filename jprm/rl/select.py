@@ -23,7 +23,7 @@ def group_accuracy(outcome: jax.Array, labelled: jax.Array, group: int) -> tuple
 
 
 def in_band(outcome: jax.Array, labelled: jax.Array, group: int, low: float, high: float) -> jax.Array:
-    """bool[P]: low <= accuracy <= high, bounds included (PRIME's code; its paper writes them strict). Groups without labels are out."""
+    """bool[P]: low <= accuracy <= high, bounds included (as PRIME's code; its paper writes <). Groups without labels are out."""
     accuracy, n = group_accuracy(outcome, labelled, group)
     return (n > 0) & (accuracy >= low - _ROUNDING) & (accuracy <= high + _ROUNDING)
 
@@ -47,8 +47,8 @@ def to_rows(per_prompt: jax.Array, group: int) -> jax.Array:
 def keep_prompts(passed: jax.Array, prompts: int, shards: int = 1) -> tuple[jax.Array, jax.Array]:
     """Keep ``prompts`` of the generated ones, those that passed first, in order; the rest is filled with ones that did not.
 
-    Every data shard keeps the same number of its own prompts, so no row changes device and every shape is static. The sort is stable:
-    among equals the order of generation decides, on every backend.
+    Every data shard keeps the same number of its own prompts, so no row changes device and every shape is static. The sort is
+    stable: among equals the order of generation decides, on every backend.
 
     Args:
       passed: bool[c*P], e.g. :func:`in_band`.
@@ -56,7 +56,8 @@ def keep_prompts(passed: jax.Array, prompts: int, shards: int = 1) -> tuple[jax.
       shards: data shards the rows lie on (mesh data x fsdp), static.
 
     Returns:
-      ``(index i32[shards, P/shards] into the prompts of its own shard, passed bool[P])``; fill-ins read False: set their rows' ``valid`` to it.
+      ``(index i32[shards, P/shards] into the prompts of its own shard, passed bool[P])``; fill-ins read False: set their rows'
+      ``valid`` to it.
 
     Raises:
       UserError: a shard would not hold whole prompts, or equal quotas are impossible.
@@ -70,7 +71,9 @@ def keep_prompts(passed: jax.Array, prompts: int, shards: int = 1) -> tuple[jax.
         raise UserError(
             f"{generated} generated and {prompts} kept prompts on {shards} data shards",
             expected="both multiples of the number of data shards (mesh data x fsdp), and no more kept than generated",
-            where="config.rl.prompts", fix=f"Set config.rl.prompts to a multiple of {shards}")  # fmt: skip
+            where="config.rl.prompts",
+            fix=f"Set config.rl.prompts to a multiple of {shards}",
+        )
     by_shard = passed.reshape(shards, generated // shards)
     order = jnp.argsort(~by_shard, axis=1, stable=True)[:, : prompts // shards].astype(jnp.int32)
     return order, jnp.take_along_axis(by_shard, order, axis=1).reshape(prompts)

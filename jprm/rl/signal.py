@@ -2,11 +2,13 @@
 
     term -- op -- op -- ... -- lift -- x weight            A = sum of channels -- post-ops, stop_gradient
 
-A *signal* is a value and a mask on a support. A *term* makes one from rollouts; an *op* is a pure function ``(signal, rollouts) -> signal``. The
-order of ops is free because the published methods differ in it: one normalises before it accumulates, the next after.
+A *signal* is a value and a mask on a support. A *term* makes one from rollouts; an *op* is a pure function ``(signal, rollouts)
+-> signal``. The order of ops is free because the published methods differ in it: one normalises before it accumulates, the next
+after.
 
-Signals keep rows flat, ``[R, ...]``, and :func:`total` is the one place that looks at groups. It sums over tokens or steps first and then
-views scalars as ``[P, G]``: group statistics move R floats between devices, never tokens, also where a group lies across devices.
+Signals keep rows flat, ``[R, ...]``, and :func:`total` is the one place that looks at groups. It sums over tokens or steps first
+and then views scalars as ``[P, G]``: group statistics move R floats between devices, never tokens, also where a group lies across
+devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +45,11 @@ def signal(value: jax.Array, mask: jax.Array, support: str) -> Signal:
     """A signal with its value zeroed off the mask: padding, even NaN, ends here and cannot reach a statistic."""
     if support not in SUPPORTS:
         raise UserError(
-            f"support {support!r}", expected=f"one of {', '.join(SUPPORTS)}", where="jprm.rl.signal.signal", fix="Name one of them")
+            f"support {support!r}",
+            expected=f"one of {', '.join(SUPPORTS)}",
+            where="jprm.rl.signal.signal",
+            fix="Name one of them",
+        )
     mask = jnp.broadcast_to(mask, value.shape)
     return Signal(jnp.where(mask, value.astype(jnp.float32), 0.0), mask, support)
 
@@ -93,7 +99,9 @@ def total(x: jax.Array, key: str, group: int) -> jax.Array:
       group: G.
     """
     if key not in KEYS:
-        raise UserError(f"key {key!r}", expected=f"one of {', '.join(KEYS)}", where="jprm.rl.signal.total", fix="Name one of them")
+        raise UserError(
+            f"key {key!r}", expected=f"one of {', '.join(KEYS)}", where="jprm.rl.signal.total", fix="Name one of them"
+        )
     if key == "unit":
         return _group_sum(x, group)
     sums_R = jnp.sum(x, axis=tuple(range(1, x.ndim)))
@@ -132,7 +140,8 @@ def lift(how: str = "all") -> Op:
     """Any support -> token.
 
     Args:
-      how: ``all``: every sampled token of the row (step, turn) gets the value; ``end``: only its last one; ``mean``: value / tokens to each.
+      how: ``all``: every sampled token of the row (step, turn) gets the value; ``end``: only its last one; ``mean``: value /
+        tokens to each.
     """
     if how not in ("all", "end", "mean"):
         raise UserError(f"lift {how!r}", expected="all, end or mean", where="jprm.rl.signal.lift", fix="Name one of them")
@@ -182,12 +191,14 @@ def channel(name: str, term: Term, *ops: Op, weight: float | jax.Array = 1.0) ->
     return Channel(name, term, ops, weight)
 
 
-def advantage(channels: Sequence[Channel], post: Sequence[Op] = ()) -> Callable[[Rollouts], tuple[jax.Array, dict[str, jax.Array]]]:
+def advantage(
+    channels: Sequence[Channel], post: Sequence[Op] = ()
+) -> Callable[[Rollouts], tuple[jax.Array, dict[str, jax.Array]]]:
     """The weighted sum of channels, then ``post``.
 
     Returns:
-      A pure function ``rollouts -> (advantages f32[R, T], {channel name: its unweighted token signal f32[R, T]})``, zero off the sampled
-      tokens of valid rows, gradients stopped on everything.
+      A pure function ``rollouts -> (advantages f32[R, T], {channel name: its unweighted token signal f32[R, T]})``, zero off the
+      sampled tokens of valid rows, gradients stopped on everything.
 
     Example: GRPO and PS-GRPO.
       >>> from jprm.rl.normalise import norm
