@@ -158,7 +158,8 @@ def test_a_busy_process_does_not_outlive_a_parent_that_was_killed(service):
         "threading.Timer(0.5, os._exit, (0,)).start()\n"
         "box.call(['tower'])"
     ).format(folder=sys.path[0])
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # Not its standard error: the process shares that, and reading to its end would wait for what is to be watched.
+    out = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     pid, deadline = int(out.stdout), time.monotonic() + 30
     assert alive(pid)
     while alive(pid) and time.monotonic() < deadline:
