@@ -78,9 +78,10 @@ def default_config() -> ConfigDict:
     r.estimator = "rloo"  # grpo | dr_grpo | rloo: baseline of the outcome
     r.outcome_weight, r.outcome_gamma = 1.0, 1.0
     r.process_weight, r.process_gamma = 1.0, 1.0  # weight 0: outcome only, no PRM in the step
-    r.formula = "paper"  # paper | prime_code: process leave-one-out
+    r.process_credit = "reward"  # reward: PRIME; baseline: the PRM's value of the prefix is subtracted from the outcome (a critic)
+    r.formula = "paper"  # paper | prime_code: process leave-one-out of process_credit=reward
     r.granularity = "token"  # token | step
-    r.accumulate = True  # credit a token with the rewards after it, too
+    r.accumulate = True  # reward: credit a token with the rewards after it, too
     r.process_scale, r.scale_floor = "max_return", 1e-3  # max_return | rms | none; the divisor never falls below the floor
     r.whiten = True  # advantages to mean 0, variance 1 over the batch
     r.prm_order = "after"  # after: rewards of the PRM before this round's update; before: of the updated PRM; none: the PRM is frozen

@@ -44,7 +44,7 @@ def make_advantage(config: Any) -> Callable[..., tuple]:
     r = config.rl
     return build_advantage(
         estimator=r.estimator, outcome_weight=r.outcome_weight, outcome_gamma=r.outcome_gamma, ddof=r.ddof, eps=r.eps, process_weight=r.process_weight,
-        process_gamma=r.process_gamma, formula=r.formula, granularity=r.granularity, accumulate=r.accumulate, process_scale=r.process_scale,
+        process_credit=r.process_credit, process_gamma=r.process_gamma, formula=r.formula, granularity=r.granularity, accumulate=r.accumulate, process_scale=r.process_scale,
         scale_floor=r.scale_floor, contrast_only=r.mask_uniform, max_steps=config.prm.max_steps, whiten=r.whiten)  # fmt: skip
 
 
