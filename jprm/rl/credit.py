@@ -101,7 +101,7 @@ def prefix_success(rewards_RxU: jax.Array, prior_R: jax.Array) -> jax.Array:
       rewards_RxU: f32[R, U] rewards :math:`\beta q` of tokens or steps, 0 where there is none.
       prior_R: f32[R] in (0, 1).
     """
-    before = jnp.cumsum(rewards_RxU, axis=1) - rewards_RxU
+    before = jnp.pad(jnp.cumsum(rewards_RxU, axis=1), ((0, 0), (1, 0)))[:, :-1]  # exactly a function of what came before
     return jax.nn.sigmoid((jnp.log(prior_R) - jnp.log1p(-prior_R))[:, None] + before)
 
 
