@@ -99,7 +99,7 @@ def apply(tx: optax.GradientTransformation, learner: Learner, g: Gradient, ok: j
     some = g.weight > 0
     scale = jnp.where(some, 1.0 / jnp.where(some, g.weight, 1.0), 0.0)
     grads = jax.tree.map(lambda x: x * scale, g.grads)
-    loss, norm = g.loss * scale, optax.global_norm(grads)
+    loss, norm = g.loss * scale, optax.tree.norm(grads)
     ok = ok & jnp.isfinite(loss) & jnp.isfinite(norm)
     move = ok & some
     # A NaN in the moments would stay for ever: the optimizer sees zeros where its result is thrown away.
