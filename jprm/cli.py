@@ -35,17 +35,27 @@ VERBS = {
     "score": Verb(
         "score every step of given solutions with a trained reward model",
         "jprm.train.score",
-        (Flag("rows", "JSONL or parquet file of solutions", required=True), Flag("out", "JSONL file to write", required=True)),
+        (
+            Flag("rows", "JSONL or parquet file of solutions", required=True),
+            Flag("out", "JSONL file to write", required=True),
+            Flag("tokens", "also write every token with its reward", bool),
+            Flag("threshold", "a step that scores below it is wrong (default: the one the run's evaluation found)", float),
+            STEP,
+        ),
     ),
     "sample": Verb(
         "write the policy's answers to given prompts",
         "jprm.train.sample",
-        (Flag("prompts", "JSONL or parquet file of prompts", required=True), Flag("out", "JSONL file to write", required=True)),
+        (
+            Flag("prompts", "JSONL or parquet file of prompts", required=True),
+            Flag("out", "JSONL file to write", required=True),
+            STEP,
+        ),
     ),
     "export": Verb(
         "write trained weights as a Hugging Face folder",
         "jprm.train.export",
-        (Flag("out", "folder to write", required=True), Flag("role", "whose weights", ("policy", "prm")), STEP),
+        (Flag("out", "folder to write", required=True), Flag("role", "whose weights", ("policy", "prm", "reference")), STEP),
     ),
 }
 DRY_RUN = Verb("", "jprm.train.dry_run")
@@ -113,8 +123,13 @@ def dispatch(name: str, argv: Sequence[str]) -> int:
         if isinstance(flag.kind, tuple):
             absl_flags.DEFINE_enum(flag.name, flag.kind[0], flag.kind, flag.help, flag_values=values)
         else:
-            define = {int: absl_flags.DEFINE_integer, str: absl_flags.DEFINE_string}[flag.kind]
-            define(flag.name, None, flag.help, flag_values=values)
+            define = {
+                int: absl_flags.DEFINE_integer,
+                float: absl_flags.DEFINE_float,
+                bool: absl_flags.DEFINE_bool,
+                str: absl_flags.DEFINE_string,
+            }[flag.kind]
+            define(flag.name, False if flag.kind is bool else None, flag.help, flag_values=values)
     config = flags.parse(argv, values)
     for flag in verb.flags:
         if flag.required and not values[flag.name].value:
@@ -132,7 +147,8 @@ def usage(name: str, verb: Verb, recipes: list[str]) -> str:
         flags.append(Flag("dry_run", "resolve everything, print roles, shapes and bytes, allocate nothing", bool))
     lines = []
     for flag in flags:
-        value = {str: "=...", int: "=N", bool: ""}.get(flag.kind) if isinstance(flag.kind, type) else "=" + "|".join(flag.kind)
+        forms = {str: "=...", int: "=N", float: "=X", bool: ""}
+        value = forms[flag.kind] if isinstance(flag.kind, type) else "=" + "|".join(flag.kind)
         lines.append(f"  {'--' + flag.name + value:<18} {flag.help}" + (" (required)" if flag.required else ""))
     return USAGE.format(verb=name, summary=verb.summary, flags="\n".join(lines), recipes=", ".join(recipes) or "(none)")
 

@@ -120,8 +120,11 @@ def test_dry_run_replaces_training(recipe, calls):
 
 VERB_FLAGS = {
     "evaluate": (["--step=4"], {"step": 4}),
-    "score": (["--rows=a.jsonl", "--out=b.jsonl"], {"rows": "a.jsonl", "out": "b.jsonl"}),
-    "sample": (["--prompts=a.jsonl", "--out=b.jsonl"], {"prompts": "a.jsonl", "out": "b.jsonl"}),
+    "score": (
+        ["--rows=a.jsonl", "--out=b.jsonl", "--tokens", "--threshold=-0.5"],
+        {"rows": "a.jsonl", "out": "b.jsonl", "tokens": True, "threshold": -0.5, "step": None},
+    ),
+    "sample": (["--prompts=a.jsonl", "--out=b.jsonl"], {"prompts": "a.jsonl", "out": "b.jsonl", "step": None}),
     "export": (["--out=there", "--role=prm"], {"out": "there", "role": "prm", "step": None}),
 }
 

@@ -51,6 +51,16 @@ class Pair:
     label: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A prompt with a response, as one text or as its steps (then `response` is "")."""
+
+    prompt: Prompt
+    response: str
+    steps: tuple[str, ...]
+    columns: Row
+
+
 def read_questions(
     paths: Sequence[str | pathlib.Path], account: Account, *, prompt_column: str = "", answer_column: str = ""
 ) -> Iterator[tuple[str, Question]]:
@@ -105,6 +115,45 @@ def read_demonstrations(paths: Sequence[str | pathlib.Path]) -> list[Pair]:
     return pairs
 
 
+def read_prompts(
+    path: str | pathlib.Path, account: Account, *, prompt_column: str = "", answer_column: str = ""
+) -> Iterator[tuple[int, Question]]:
+    """(0-based row, question) from each row that has a prompt; the answer is "" where the row, or the whole file, has none.
+
+    Raises:
+      UserError: no column holds prompts, or none has the name that is configured.
+    """
+    rows = list(read_rows(path))
+    columns = {key for _, row in rows for key in row}
+    prompt = prompt_column if prompt_column in columns else _first(PROMPT_COLUMNS, columns)
+    if not prompt:
+        raise _no_column(path, columns, "a prompt: " + " | ".join(PROMPT_COLUMNS), "Set config.task.prompt_column")
+    found = "reward_model" if "reward_model" in columns else _first(ANSWER_COLUMNS, columns)
+    known = answer_column if answer_column in columns else found
+
+    def convert(row: Row) -> list[tuple[int, Question]]:
+        try:
+            return [_question(row, prompt, known)]
+        except Dropped:
+            return [Question(_prompt(row.get(prompt)), "", "", "", row)]
+
+    yield from _numbered(rows, account, convert)
+
+
+def read_solutions(path: str | pathlib.Path, account: Account) -> Iterator[tuple[int, "Solution"]]:
+    """(0-based row, solution) from each row that holds a prompt, and a response or the list of its steps.
+
+    Raises:
+      UserError: no column of the file holds either.
+    """
+    rows = list(read_rows(path))
+    columns = {key for _, row in rows for key in row}
+    for names in (PROMPT_COLUMNS, ("steps", *RESPONSE_COLUMNS)):
+        if not _first(names, columns) and not (names is PROMPT_COLUMNS and "response" in columns):
+            raise _no_column(path, columns, "one of " + " | ".join(names), "Rename a column")
+    yield from _numbered(rows, account, lambda row: [_solution(row)])
+
+
 def question_key(prompt: Prompt) -> str:
     """What two prompts share that are the same question: the text of all messages, white space collapsed."""
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
@@ -124,6 +173,23 @@ def _usable(rows: list[tuple[str, Row]], account: Account, convert: Callable[[Ro
             continue
         account.rows_out += 1
         yield from ((place, item) for item in converted)
+
+
+def _numbered(rows: list[tuple[str, Row]], account: Account, convert: Callable[[Row], list]) -> Iterator[tuple[int, Any]]:
+    for number, (place, row) in enumerate(rows):
+        yield from ((number, item) for _, item in _usable([(place, row)], account, convert))
+
+
+def _solution(row: Row) -> Solution:
+    steps = row.get("steps")
+    if steps is None:
+        prompt, response = _prompt_and_response(row)
+        return Solution(prompt, response, (), row)
+    if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+        raise Dropped("with steps that are not a list of texts")
+    if not any(step.strip() for step in steps):
+        raise Dropped("with an empty response")
+    return Solution(_prompt(row.get(_first(PROMPT_COLUMNS, row))), "", tuple(steps), row)
 
 
 def _no_column(path: Any, columns: set[str], expected: str, fix: str, key: str = "") -> UserError:

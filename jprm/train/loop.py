@@ -14,13 +14,14 @@ from jprm.errors import UserError
 from jprm.rl.learner import Learner
 from jprm.train import checkpoint, exits
 from jprm.train.evaluation import Evaluator
+from jprm.train.example import marked_example
 from jprm.train.metrics import METRICS, MetricsWriter, RunLog, read_metrics
 from jprm.train.phases import Iteration, make_program
 from jprm.train.progress import Progress
 from jprm.train.prompts import replicated
 from jprm.train.same_run import check_same_run
 from jprm.train.samples import write_eval_samples, write_samples
-from jprm.train.saver import Saver
+from jprm.train.saver import Saver, check_space
 from jprm.train.setup import Run, build
 from jprm.train.state import Phase, TrainState, abstract_state, enter, make_phases, phase_of
 from jprm.train.wrap_up import wrap_up
@@ -49,6 +50,8 @@ def run(config: Any) -> int:
         run = build(config)
         phases = make_phases(config, run.cfg)
         workdir = prepare_workdir(run)
+        largest = max((abstract_state(phase, run.cfg, run.mesh) for phase in phases), key=checkpoint.state_bytes)
+        check_space(workdir / "checkpoints", largest, config.checkpoint.keep)
         with RunLog(workdir), exits.StopSignals() as signals, jax.set_mesh(run.mesh):
             try:
                 cause = train(run, phases, signals, progress_made)
@@ -136,6 +139,8 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
             if step == phase.start and phase.name == "rl":
                 evaluate(step, state, thorough=True)
             program = make_program(run, phase)
+            if step == 0:
+                progress.say(marked_example(run, phase.name, program, colour=sys.stderr.isatty()))
             progress.start(phase.name, phase.end - phase.start, step - phase.start)
             pending: Iteration | None = None
             while step < phase.end:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jprm.data import batches
+from jprm.rl.rollouts import step_ids
 from jprm.tasks.task import Problem
 from jprm.train.setup import Run
 
@@ -48,3 +49,9 @@ def responses(run: Run, tokens: np.ndarray, prompt_lengths: np.ndarray, lengths:
             lengths[i], text = prompt_lengths[i] + n, text[: min(found)]
         texts.append(text)
     return texts, lengths
+
+
+def response_steps(run: Run, ids: np.ndarray) -> np.ndarray:
+    """i32[N]: the step of every token of one response, as in training but never merged."""
+    everything = np.ones((1, len(ids)), bool)
+    return np.asarray(step_ids(np.asarray(ids)[None], everything, run.is_separator, len(ids) + 1, run.is_stop)[0][0])
