@@ -103,8 +103,8 @@ def _tokenizer(config: Any, task: Task) -> Any:
     if path:
         return load_tokenizer(path)
     if task.make_tokenizer is None:
-        raise UserError("no tokenizer", expected=f"one: the task {config.task.name!r} brings none", where="config.tokenizer.path",
-                        fix="Set config.model.path or config.tokenizer.path to a local model directory")
+        raise UserError("no model and no tokenizer", expected=f"one of them: the task {config.task.name!r} brings no tokenizer", where="config.model.path",
+                        fix="Set config.model.path to a local model directory or .gguf file (or, from scratch, config.tokenizer.path)")
     return task.make_tokenizer()
 
 
