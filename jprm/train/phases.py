@@ -18,7 +18,7 @@ from jprm.train.rl_phase import RLPhase, advance
 from jprm.train.rollout import fetch
 from jprm.train.setup import Run, micro_batches
 from jprm.train.sources import labelled_batches, prompt_batches, sft_batches
-from jprm.train.state import Phase, TrainState
+from jprm.train.state import Phase, TrainState, state_shardings
 from jprm.train.supervised import Rows, make_prm_step, make_sft_step, row_logps
 
 
@@ -77,7 +77,8 @@ class SupervisedProgram(Program):
 
     def __init__(self, run: Run, phase: Phase, step: Callable, batches: SequenceBatches, batch_size: int):
         super().__init__(run, batches, batch_size, phase.start)
-        self.step = jax.jit(lambda state, rows: advance(*step(state, rows)), donate_argnums=0)
+        where = state_shardings(phase, run.cfg, run.mesh)
+        self.step = jax.jit(lambda state, rows: advance(*step(state, rows)), donate_argnums=0, out_shardings=(where, None))
         self.cache: ReferenceCache | None = None
 
     def iterate(self, state: TrainState, step: int) -> Iteration:

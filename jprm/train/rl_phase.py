@@ -18,7 +18,7 @@ from jprm.rl.step import StepSpec, Trace, make_step
 from jprm.train.prompts import PromptBatch, replicated
 from jprm.train.rollout import device_verifier, make_sampler, to_rollouts, verify_on_host
 from jprm.train.setup import Run, micro_batches
-from jprm.train.state import Phase, TrainState
+from jprm.train.state import Phase, TrainState, state_shardings
 
 
 def step_spec(run: Run) -> StepSpec:
@@ -79,8 +79,9 @@ class RLPhase:
             return advance(*update(state, to_rollouts(run, s, outcome, known, self.group, lengths)))
 
         self.draw = jax.jit(draw)
-        self.whole = jax.jit(whole, donate_argnums=0)
-        self.judged = jax.jit(judged, donate_argnums=0)
+        where = state_shardings(phase, run.cfg, run.mesh)
+        self.whole = jax.jit(whole, donate_argnums=0, out_shardings=(where, None, None))
+        self.judged = jax.jit(judged, donate_argnums=0, out_shardings=(where, None, None))
 
     def iterate(self, state: TrainState, batch: PromptBatch) -> tuple[TrainState, dict[str, jax.Array], Trace, dict[str, float]]:
         """One iteration: (state, metrics on the device, trace, timings in seconds)."""

@@ -107,6 +107,12 @@ def abstract_state(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
         reference=abstract_params(cfg, mesh, cfg.dtype) if phase.has_reference else None)  # fmt: skip
 
 
+def state_shardings(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
+    """Where every array of the state lies. Steps are jitted with these as ``out_shardings``: left to the compiler, a state comes back
+    with shardings that are spelled (or are) others, and the next call compiles the whole step once more."""
+    return jax.tree.map(lambda x: x.sharding, abstract_state(phase, cfg, mesh))
+
+
 def enter(phase: Phase, state: TrainState, cfg: ModelConfig, mesh: Mesh, prm_params: Params | None = None) -> TrainState:
     """The state with which a phase begins: roles it needs are made from those it finds, optimizers start afresh.
 
