@@ -87,7 +87,10 @@ def draw(log_p_RxV: jax.Array, uniform_R: jax.Array, block: int = 256) -> jax.Ar
     return (b * block + inside).astype(jnp.int32)
 
 
-def row_keys(seed: jax.Array | int, iteration: jax.Array | int, rows: int) -> jax.Array:
-    """One typed key per row, folded from (seed, iteration, row): noise does not depend on batching or sharding."""
+def row_keys(seed: jax.Array | int, iteration: jax.Array | int, rows: int, first: jax.Array | int = 0) -> jax.Array:
+    """One typed key for each of the rows ``first``, ``first + 1``, …, folded from (seed, iteration, row).
+
+    Noise then does not depend on batching or sharding.
+    """
     key = jax.random.fold_in(jax.random.key(seed), iteration)
-    return jax.vmap(lambda r: jax.random.fold_in(key, r))(jnp.arange(rows))
+    return jax.vmap(lambda r: jax.random.fold_in(key, r))(first + jnp.arange(rows))

@@ -102,7 +102,9 @@ def default_config() -> ConfigDict:
     e.every = 0  # iterations of RL between evaluations; 0: only where a phase ends
     e.problems, e.samples, e.batch = 200, 4, 64  # problems of the eval split x samples at the training temperature; prompts per call
     e.pass_k = 0  # > 0: also pass@k, majority@k and best-of-k over this many samples, before RL and at the end
+    e.rank_reference = False  # also sample from the reference and let the PRM choose: best-of-k of the policy as RL began
     e.prm_score = "single_sum"  # how step scores rank whole responses, see jprm.reward.scores
+    e.first_error_rows = "demonstrations"  # whose steps: the task's held-out demonstrations (the same for every run), or the policy's own
     e.first_error_score = "single"  # single | accumulative: the step score that is compared with a threshold
 
     c.checkpoint = k = ConfigDict()

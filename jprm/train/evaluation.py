@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jprm.data.batches import PromptBatches
+from jprm.data.batches import PromptBatches, pad
 from jprm.evals.first_error import chance_f1, f1, predict, tune_threshold
 from jprm.evals.votes import best_of_n, majority_accuracy, pass_at_k
+from jprm.model.decode import Samples
 from jprm.model.sampling import Sampling
 from jprm.model.spec import Params
 from jprm.reward import implicit
 from jprm.reward.scores import response_score, step_scores
+from jprm.rl.learner import Learner
 from jprm.rl.rollouts import Rollouts, to_window
 from jprm.rl.step import Batch, response_logps
+from jprm.sharding.rules import sharding
 from jprm.tasks.task import Problem
 from jprm.tasks.verifiers import extract_number
 from jprm.train.prompts import place, replicated, responses
@@ -80,8 +83,8 @@ class Evaluator:
         run, verifier = self.run, device_verifier(self.run)
         draw = make_sampler(run, sampling, group)
 
-        def call(params, tokens, lengths, columns, seed, index):
-            s = draw(params, tokens, lengths, seed, index)
+        def call(params, tokens, lengths, columns, seed, first_row):
+            s = draw(params, tokens, lengths, seed, jnp.int32(0), first_row)
             if verifier is None:
                 return s, None
             outcome, known = verifier(s.tokens, s.prompt_lengths, s.lengths, {k: jnp.repeat(v, group, axis=0) for k, v in columns.items()})
@@ -94,15 +97,15 @@ class Evaluator:
         run, n = self.run, len(self.problems)
         sampling = dataclasses.replace(run.sampling, temperature=0.0) if greedy else run.sampling
         call = self._program(sampling, group)
-        size = min(run.config.eval.batch, n)
-        size = -(-size // run.row_shards) * run.row_shards  # rows of a batch must divide over the mesh
+        size = self._batch_size
         seed = replicated(run, jnp.uint32((run.config.seed + EVAL_STREAM) % 2**32))
         parts: list[dict[str, np.ndarray]] = []
         texts: list[str] = []
         for start in range(0, n, size):
             chosen = [self.problems[(start + i) % n] for i in range(size)]
             batch = place(run, self._prompts.of(chosen))
-            s, rollouts = call(state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start)))
+            # A row's noise belongs to its place among all held-out rows, so that it does not depend on how they are batched.
+            s, rollouts = call(state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start * group)))
             if rollouts is None:
                 outcome, known, lengths = verify_on_host(run, batch, s, group)
                 rollouts = to_rollouts(run, s, outcome, known, group, lengths)
@@ -116,15 +119,15 @@ class Evaluator:
         judged = {k: whole[k] for k in ("response_score", "step_scores", "exists", "token_rewards") if k in whole}
         return Scored(self.problems, group, texts, whole["outcome"], whole["known"], whole, **judged)
 
-    def measure(self, state: TrainState, *, thorough: bool) -> tuple[dict[str, float], Scored]:
+    def measure(self, state: TrainState, *, thorough: bool, judged: bool = True) -> tuple[dict[str, float], Scored]:
         """Metrics ``eval/…`` of a state and the samples behind them.
 
         ``accuracy`` is the mean over the first ``eval.samples`` responses per problem. ``thorough`` adds greedy, the k-sample statistics
-        and, with a PRM and a task that knows the truth of steps, first-error F1.
+        and, with a PRM and a task that knows the truth of steps, first-error F1. ``judged`` False leaves the PRM out.
         """
         e = self.run.config.eval
         k = max(e.pass_k, e.samples) if thorough else e.samples
-        with_prm = state.prm is not None and state.reference is not None
+        with_prm = judged and state.prm is not None and state.reference is not None
         s = self.sample(state, group=k, with_prm=with_prm)
         first = s.correct[:, : e.samples]
         lengths = (s.rollouts["lengths"] - s.rollouts["prompt_lengths"]).astype(float)
@@ -133,18 +136,66 @@ class Evaluator:
         if thorough:
             m["greedy"] = float(self.sample(state, group=1, greedy=True).correct.mean())
             if e.pass_k:
-                numbers = [extract_number(t) for t in s.texts]
-                answers = [numbers[i * k : i * k + e.pass_k] for i in range(len(self.problems))]
-                m[f"pass_at_{e.pass_k}"] = pass_at_k(s.correct, e.pass_k)
-                m[f"majority_at_{e.pass_k}"] = majority_accuracy(answers, s.correct)
-                if with_prm:
-                    m[f"prm_best_of_{e.pass_k}"] = best_of_n(s.response_score.reshape(-1, k)[:, : e.pass_k], s.correct[:, : e.pass_k])
+                m |= choices(s, e.pass_k)
         if with_prm and s.known.any():
             both = implicit.auc(*(jnp.asarray(x) for x in (s.response_score, s.outcome, s.known)))
             m["prm_auc"] = float(both[0] / both[1]) if float(both[1]) else float("nan")
             if thorough:
-                m |= first_error_metrics(self.run, s)
+                m |= self.first_error(state, s)
+                if e.rank_reference and e.pass_k:
+                    r = self.sample(state.replace(policy=Learner(state.reference, ())), group=k, with_prm=True)
+                    m |= {f"reference_{name}": value for name, value in choices(r, e.pass_k).items()}
         return {f"eval/{name}": value for name, value in m.items()}, s
+
+
+    def first_error(self, state: TrainState, sampled: Scored) -> dict[str, float]:
+        """First-error F1 on the rows that ``eval.first_error_rows`` names.
+
+        Demonstrations of held-out problems are the same rows for every run of a task, whatever its policy has become, so that figures can
+        be compared. The policy's own rows ask what its PRM still sees of the mistakes that it still makes.
+        """
+        which, run = self.run.config.eval.first_error_rows, self.run
+        if which == "policy":
+            return first_error_metrics(sampled.step_scores, sampled.exists, first_errors(run, sampled), np.arange(len(sampled.texts)) // sampled.group)
+        rows = [(i, p, text) for i, p in enumerate(self.problems) if (text := run.task.demonstration(p, 0)) is not None]
+        truth = [run.task.first_error(p, text) for _, p, text in rows]
+        if not rows or any(t is None for t in truth):
+            return {}
+        scored = [self._score_texts(state, [(p, text) for _, p, text in part]) for part in _parts(rows, self._batch_size)]
+        steps, exists = (np.concatenate([x[k] for x in scored]) for k in ("step_scores", "exists"))
+        return first_error_metrics(steps, exists, truth, np.array([i for i, *_ in rows]))
+
+    @property
+    def _batch_size(self) -> int:
+        """Problems per call: rows of a batch must divide over the mesh."""
+        size = min(self.run.config.eval.batch, len(self.problems))
+        return -(-size // self.run.row_shards) * self.run.row_shards
+
+    def _score_texts(self, state: TrainState, rows: list[tuple[Problem, str]]) -> dict[str, np.ndarray]:
+        """PRM scores of given responses; a last batch that is not full is filled up with its first row."""
+        run, n = self.run, len(rows)
+        pairs = [run.builder.encode(p.prompt, text) for p, text in rows] + [run.builder.encode(rows[0][0].prompt, rows[0][1])] * (self._batch_size - n)
+        tokens, lengths = pad([ids for ids, _ in pairs], run.length, run.tokenizer.pad_token_id, "config.sampling.max_new")
+        where = sharding(run.mesh, ("rows",))
+        place = lambda x: jax.device_put(np.asarray(x), where)
+        s = Samples(tokens=place(tokens), prompt_lengths=place(np.array([front for _, front in pairs], np.int32)), lengths=place(lengths),
+                    logp=place(np.zeros(tokens.shape, np.float32)), stopped=place(np.ones(len(pairs), bool)))
+        rollouts = to_rollouts(run, s, place(np.zeros(len(pairs), np.float32)), place(np.ones(len(pairs), bool)), 1)
+        return {k: fetch(v)[:n] for k, v in self._score(state.prm.params, state.reference, rollouts).items()}
+
+
+def _parts(rows: list, size: int) -> list[list]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def choices(s: Scored, k: int) -> dict[str, float]:
+    """pass@k, and what choosing one of the first k responses earns: by majority, and by the PRM where it has scored them."""
+    numbers = [extract_number(t) for t in s.texts]
+    answers = [numbers[i * s.group : i * s.group + k] for i in range(len(s.problems))]
+    m = {f"pass_at_{k}": pass_at_k(s.correct, k), f"majority_at_{k}": majority_accuracy(answers, s.correct)}
+    if s.response_score is not None:
+        m[f"prm_best_of_{k}"] = best_of_n(s.response_score.reshape(-1, s.group)[:, :k], s.correct[:, :k])
+    return m
 
 
 def first_errors(run: Run, s: Scored) -> list[int | None]:
@@ -152,18 +203,21 @@ def first_errors(run: Run, s: Scored) -> list[int | None]:
     return [run.task.first_error(s.problems[r // s.group], text) for r, text in enumerate(s.texts)]
 
 
-def first_error_metrics(run: Run, s: Scored) -> dict[str, float]:
-    """ProcessBench F1 of the PRM on the policy's own responses; the threshold comes from the even problems, the figure from the odd ones."""
-    truth = first_errors(run, s)
-    if any(t is None for t in truth) or s.step_scores is None:
+def first_error_metrics(scores: np.ndarray, exists: np.ndarray, truth: list[int | None], problem: np.ndarray) -> dict[str, float]:
+    """ProcessBench F1 of step scores; the threshold comes from the even problems, the figure from the odd ones.
+
+    Args:
+      scores, exists: f32, bool[R, S].
+      truth: [R] first wrong step, -1 for none; None where the task does not know: then there is no figure.
+      problem: i64[R] number of each row's problem.
+    """
+    if any(t is None for t in truth):
         return {}
-    steps = s.step_scores.shape[1]
-    label = np.minimum(np.array(truth), steps - 1)
-    problem = np.arange(len(truth)) // s.group
+    label = np.minimum(np.array(truth), scores.shape[1] - 1)
     tune, test = problem % 2 == 0, problem % 2 == 1
     if not test.any() or not (label[tune] >= 0).any() or not (label[tune] < 0).any():
         return {}
-    threshold = tune_threshold(s.step_scores[tune], s.exists[tune], label[tune])
-    predicted = predict(s.step_scores[test], s.exists[test], threshold)
+    threshold = tune_threshold(scores[tune], exists[tune], label[tune])
+    predicted = predict(scores[test], exists[test], threshold)
     return {"prm_first_error_f1": f1(predicted, label[test]), "prm_first_error_f1_chance": chance_f1(predicted, label[test], problem[test]),
             "prm_threshold": threshold}

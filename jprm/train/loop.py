@@ -122,7 +122,9 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
         if step in evaluated or evaluator is None:
             return
         start = time.perf_counter()
-        numbers, scored = evaluator.measure(state, thorough=thorough)
+        # Until the PRM has learnt anything it is its reference: every score is 0, and numbers from it would be noise about nothing.
+        judged = step > phases[-1].start or config.prm.steps > 0 or bool(config.prm.path)
+        numbers, scored = evaluator.measure(state, thorough=thorough, judged=judged)
         numbers["timing_s/eval"] = time.perf_counter() - start
         metrics.write(step, "eval", numbers)
         write_eval_samples(run, step, scored)

@@ -33,8 +33,8 @@ def step_spec(run: Run) -> StepSpec:
         raise UserError(f"balance {p.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
     return StepSpec(
         window=run.config.sampling.max_new, prompts=r.prompts, shards=run.row_shards, temperature=run.config.sampling.temperature or 1.0,
-        band=(r.band_low, r.band_high), mask_uniform=r.mask_uniform, beta=p.beta, balance=p.balance == "batch", prm_order=r.prm_order, prm_rows=r.prm_rows,
-        prm_minibatches=r.prm_minibatches, epochs=r.epochs, minibatches=r.minibatches, micro_batches=micro_batches(rows // r.minibatches, r.micro_batch),
+        band=(r.band_low, r.band_high), mask_uniform=r.mask_uniform, beta=p.beta, balance=p.balance == "batch", prm_order=r.prm_order,
+        prm_rows=r.prm_rows, prm_minibatches=r.prm_minibatches, epochs=r.epochs, minibatches=r.minibatches, micro_batches=micro_batches(rows // r.minibatches, r.micro_batch),
         prm_micro_batches=micro_batches(rows // r.prm_minibatches, r.micro_batch), old_logp=r.old_logp, clip=(r.clip_low, r.clip_high),
         dual_clip=r.dual_clip or None, aggregation=r.aggregation, kl_coef=r.kl_coef, kl_kind=r.kl_kind, kl_in=r.kl_in,
         entropy_coef=r.entropy_coef)  # fmt: skip

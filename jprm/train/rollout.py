@@ -19,10 +19,10 @@ from jprm.train.setup import Run
 
 
 def make_sampler(run: Run, sampling: Sampling, group: int) -> Callable[..., Samples]:
-    """``draw(params, tokens_PxN, lengths_P, seed, iteration) -> Samples``, to be jitted."""
+    """``draw(params, tokens_PxN, lengths_P, seed, iteration, first_row=0) -> Samples``, to be jitted."""
 
-    def draw(params: Params, tokens: jax.Array, lengths: jax.Array, seed: jax.Array, iteration: jax.Array) -> Samples:
-        keys = row_keys(seed, iteration, tokens.shape[0] * group)
+    def draw(params: Params, tokens: jax.Array, lengths: jax.Array, seed: jax.Array, iteration: jax.Array, first_row: Any = 0) -> Samples:
+        keys = row_keys(seed, iteration, tokens.shape[0] * group, first_row)
         return sample(params, run.cfg, tokens, lengths, keys, group=group, sampling=sampling)
 
     return draw

@@ -89,7 +89,7 @@ def draw_all(run: Run, params: Any, problems: list[Problem]) -> Iterator[dict[st
         for start in range(0, n, size):
             chosen = [problems[(start + i) % n] for i in range(size)]
             batch = place(run, batches.of(chosen))
-            s = draw(params, batch.tokens, batch.lengths, seed, replicated(run, jnp.int32(start)))
+            s = draw(params, batch.tokens, batch.lengths, seed, jnp.int32(0), replicated(run, jnp.int32(start * group)))
             kept = min(size, n - start)
             tokens, prompt_lengths, lengths, logp, stopped = (
                 fetch(x)[: kept * group] for x in (s.tokens, s.prompt_lengths, s.lengths, s.logp, s.stopped)

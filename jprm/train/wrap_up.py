@@ -21,7 +21,7 @@ BEFORE_AND_AFTER = ("accuracy", "greedy")
 def wrap_up(run: Run, state: TrainState) -> None:
     """Exports where the config asks for it; writes summary.json and report.html; prints the table."""
     if run.config.export.at_end:
-        for role, params in roles(state).items():
+        for role, params in roles(run, state).items():
             target = run.workdir / "export" / role
             if not target.exists():  # a finished run that is started again has nothing to do
                 export_role(run, role, params, target)
@@ -33,9 +33,11 @@ def wrap_up(run: Run, state: TrainState) -> None:
         print(f"report: {page}")
 
 
-def roles(state: TrainState) -> dict[str, Params]:
-    """The trained roles of a state by name."""
-    return {name: learner.params for name, learner in (("policy", state.policy), ("prm", state.prm)) if learner is not None}
+def roles(run: Run, state: TrainState) -> dict[str, Params]:
+    """What a finished run gives away: trained roles by name, and the PRM's reference where it is no model that the user has."""
+    trained = {name: learner.params for name, learner in (("policy", state.policy), ("prm", state.prm)) if learner is not None}
+    own = not run.config.model.path or run.config.sft.steps > 0
+    return trained | ({"reference": state.reference} if state.prm is not None and own else {})
 
 
 def export_role(run: Run, role: str, params: Params, target: Any) -> Any:
@@ -45,7 +47,7 @@ def export_role(run: Run, role: str, params: Params, target: Any) -> Any:
     extra = None
     if role == "prm":
         p = config.prm
-        reference = path if path and not config.sft.steps else "the policy after its warm start"
+        reference = path if path and not config.sft.steps else "../reference (the policy after its warm start)"
         extra = {"kind": "implicit_prm", "beta": p.beta, "score_scale": p.score_scale, "reference": reference,
                  "separator": config.task.separator or run.task.separator, "max_steps": p.max_steps}
     source = read_hf_config(path) if path else None
