@@ -257,13 +257,14 @@ def answer_text(value: Any) -> str:
     if "####" in text:
         text = text.rpartition("####")[2]
     elif boxes := list(_BOXED.finditer(text)):
-        text = _to_closing_brace(text[boxes[-1].end() :])
+        text = to_closing_brace(text[boxes[-1].end() :])
     if not text.strip():
         raise Dropped("with an empty answer")
     return text.strip()
 
 
-def _to_closing_brace(text: str) -> str:
+def to_closing_brace(text: str) -> str:
+    """What stands before the brace that closes one opened just before ``text``; all of it where none does."""
     depth = 1
     for position, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)

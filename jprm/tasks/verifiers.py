@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from jprm.data.schemas import to_closing_brace
 from jprm.errors import UserError
 from jprm.tasks.sandbox import Reply, Sandbox
 from jprm.tasks.task import Problem, Verdict
@@ -50,7 +51,7 @@ def extract_number(text: str) -> Fraction | None:
     markers = list(_MARKER.finditer(text))
     if markers:
         rest = text[markers[-1].end() :]
-        rest = _inside_braces(rest) if markers[-1][0].endswith("{") else rest.lstrip(" *:").partition("\n")[0]
+        rest = to_closing_brace(rest) if markers[-1][0].endswith("{") else rest.lstrip(" *:").partition("\n")[0]
         return next((value for match in _NUMBER.finditer(rest) if (value := _value(match)) is not None), None)
     found = [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
     return found[-1] if found else None
@@ -65,15 +66,6 @@ def plain_number(text: str) -> Fraction | None:
 def _plain(text: str) -> str:
     """Unicode minus and LaTeX's ways to write separators and signs, in ASCII."""
     return text.replace("\u2212", "-").replace("{,}", ",").replace(",\\!", ",").replace("\\$", "$").replace("\\%", "%")
-
-
-def _inside_braces(text: str) -> str:
-    depth = 1
-    for position, character in enumerate(text):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return text[:position]
-    return text
 
 
 def _value(match: re.Match) -> Fraction | None:
