@@ -1,8 +1,10 @@
 """The quickstart under several seeds: its summary as one table, mean and spread.
 
-    python -m benchmarks.quickstart_seeds [--seeds=0,1,2] [--workdir=runs/seeds] [--json=FILE] [--variant=NAME:key=value,key=value …]
+    python -m benchmarks.quickstart_seeds [--seeds=0,1,2] [--workdir=runs/seeds] [--json=FILE]
+    [--variant=NAME:key=value,key=value …]
 
-Each ``--variant`` is run beside the recipe with its overrides, seed by seed, so that a slower machine slows all alike; for instance
+Each ``--variant`` is run beside the recipe with its overrides, seed by seed, so that a slower machine slows all alike; for
+instance
 ``--variant=outcome_only:rl.process_weight=0``. A run that is complete already is not run again.
 """
 
@@ -13,14 +15,35 @@ import statistics
 import subprocess
 import sys
 
-ROWS = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "pass_at_8_before", "pass_at_8_after", "majority_at_8", "prm_best_of_8",
-        "prm_auc", "prm_first_error_f1", "prm_first_error_f1_chance", "seconds")  # fmt: skip
+ROWS = (
+    "accuracy_before",
+    "accuracy_after",
+    "greedy_before",
+    "greedy_after",
+    "pass_at_8_before",
+    "pass_at_8_after",
+    "majority_at_8",
+    "prm_best_of_8",
+    "prm_auc",
+    "prm_first_error_f1",
+    "prm_first_error_f1_chance",
+    "seconds",
+)
 
 
 def run(workdir: pathlib.Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """The summary of one quickstart."""
     if not (workdir / "summary.json").exists():
-        command = [sys.executable, "-m", "jprm", "train", "--config=quickstart", f"--workdir={workdir}", f"seed={seed}", *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "jprm",
+            "train",
+            "--config=quickstart",
+            f"--workdir={workdir}",
+            f"seed={seed}",
+            *overrides,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads((workdir / "summary.json").read_text())
 
@@ -42,9 +65,16 @@ def main() -> None:
     for seed in args.seeds.split(","):
         for name, overrides in variants.items():
             found[name][seed] = run(args.workdir / f"{name}_{seed}", int(seed), overrides)
-            print(f"{name} seed {seed}: {found[name][seed]['accuracy_before']:.3f} -> {found[name][seed]['accuracy_after']:.3f}", file=sys.stderr)
+            print(
+                f"{name} seed {seed}: {found[name][seed]['accuracy_before']:.3f} -> {found[name][seed]['accuracy_after']:.3f}",
+                file=sys.stderr,
+            )
     width = max(map(len, ROWS))
-    print(f"{'':{width}}  " + "".join(f"{name:>22}" for name in variants) + "".join(f"{'seed ' + s:>10}" for s in args.seeds.split(",")))
+    print(
+        f"{'':{width}}  "
+        + "".join(f"{name:>22}" for name in variants)
+        + "".join(f"{'seed ' + s:>10}" for s in args.seeds.split(","))
+    )
     for row in ROWS:
         means = "".join(f"{cell([s[row] for s in by_seed.values() if s.get(row) is not None]):>22}" for by_seed in found.values())
         each = "".join(f"{s[row]:>10.3f}" if s.get(row) is not None else f"{'-':>10}" for s in found["quickstart"].values())

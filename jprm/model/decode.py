@@ -63,7 +63,9 @@ def _layers(params: Params, cfg: ModelConfig) -> list[Params]:
     return [jax.tree.map(lambda p: p[i], params["layers"]) for i in range(cfg.num_layers)]
 
 
-def prefill(params: Params, cfg: ModelConfig, tokens_RxN: jax.Array, lengths_R: jax.Array, *, capacity: int | None = None) -> DecodeState:
+def prefill(
+    params: Params, cfg: ModelConfig, tokens_RxN: jax.Array, lengths_R: jax.Array, *, capacity: int | None = None
+) -> DecodeState:
     """Reads whole prompts (right-padded, each of at least one token) into a cache of ``capacity`` slots (default: N)."""
     R, N = tokens_RxN.shape
     out = forward(params, cfg, tokens_RxN, keep_keys=True)
@@ -93,6 +95,7 @@ def extend(params: Params, cfg: ModelConfig, state: DecodeState, tokens_RxN: jax
             keys[i] = keys[i].at[row_Rx1, slot_RxN].set(k, mode="drop", unique_indices=True)
             values[i] = values[i].at[row_Rx1, slot_RxN].set(v, mode="drop", unique_indices=True)
             return attention(q, keys[i], values[i], mask_RxNxS)
+
         return attend
 
     x_RxNxD = constrain(embed(params, tokens_RxN), "rows", None, None)
@@ -100,18 +103,26 @@ def extend(params: Params, cfg: ModelConfig, state: DecodeState, tokens_RxN: jax
         x_RxNxD = block(layer, cfg, x_RxNxD, rope, attend_layer(i))
     hidden = rms_norm(x_RxNxD, params["final_norm"], cfg.rms_norm_eps)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts_R - 1, 0)[:, None, None], axis=1)[:, 0]
-    return DecodeState(tuple(keys), tuple(values), state.lengths + counts_R.astype(jnp.int32),
-                       jnp.where(counts_R[:, None] > 0, last, state.hidden))
+    return DecodeState(
+        tuple(keys),
+        tuple(values),
+        state.lengths + counts_R.astype(jnp.int32),
+        jnp.where(counts_R[:, None] > 0, last, state.hidden),
+    )
 
 
 def fork(state: DecodeState, parent_R: jax.Array, *, capacity: int | None = None) -> DecodeState:
     """Row r of the result continues row ``parent[r]`` of ``state``, with room for ``capacity`` tokens (default: unchanged)."""
     room = ((0, 0), (0, (capacity or state.capacity) - state.capacity), (0, 0), (0, 0))
     copy = lambda x: constrain(jnp.pad(x[parent_R], room), "rows", None, "kv_heads", None)
-    return DecodeState(tuple(map(copy, state.keys)), tuple(map(copy, state.values)), state.lengths[parent_R], state.hidden[parent_R])
+    return DecodeState(
+        tuple(map(copy, state.keys)), tuple(map(copy, state.values)), state.lengths[parent_R], state.hidden[parent_R]
+    )
 
 
-def choose(params: Params, cfg: ModelConfig, state: DecodeState, keys_R: jax.Array, n: jax.Array | int, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def choose(
+    params: Params, cfg: ModelConfig, state: DecodeState, keys_R: jax.Array, n: jax.Array | int, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
     """Draws every row's response token number ``n``: (i32[R], its log-probability f32[R])."""
     log_p_RxV = log_distribution(logits(params, cfg, state.hidden), sampling, stop_allowed=n >= sampling.min_new)
     log_p_RxV = constrain(log_p_RxV, "rows", None)
@@ -123,16 +134,33 @@ def choose(params: Params, cfg: ModelConfig, state: DecodeState, keys_R: jax.Arr
     return token_R, jnp.take_along_axis(log_p_RxV, token_R[:, None], axis=-1)[:, 0]
 
 
-def step(params: Params, cfg: ModelConfig, state: DecodeState, token_R: jax.Array, alive_R: jax.Array, keys_R: jax.Array, n: jax.Array | int,
-         sampling: Sampling) -> tuple[DecodeState, jax.Array, jax.Array]:
+def step(
+    params: Params,
+    cfg: ModelConfig,
+    state: DecodeState,
+    token_R: jax.Array,
+    alive_R: jax.Array,
+    keys_R: jax.Array,
+    n: jax.Array | int,
+    sampling: Sampling,
+) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Feeds each living row's last token and draws its ``n``-th: (state, token i32[R], logp f32[R])."""
     state = extend(params, cfg, state, token_R[:, None], alive_R.astype(jnp.int32))
     return state, *choose(params, cfg, state, keys_R, n, sampling)
 
 
-def sample(params: Params, cfg: ModelConfig, prompts_PxN: jax.Array, prompt_lengths_P: jax.Array, keys_R: jax.Array, *, group: int,
-           sampling: Sampling) -> Samples:
-    """Draws ``group`` responses to every prompt: one prefill of P rows, then one ``while_loop`` that ends with the last living row.
+def sample(
+    params: Params,
+    cfg: ModelConfig,
+    prompts_PxN: jax.Array,
+    prompt_lengths_P: jax.Array,
+    keys_R: jax.Array,
+    *,
+    group: int,
+    sampling: Sampling,
+) -> Samples:
+    """Draws ``group`` responses to every prompt: one prefill of P rows, then one ``while_loop`` that ends with the last living
+    row.
 
     Args:
       params: any float dtype; cast once, outside the loop.
@@ -152,8 +180,13 @@ def sample(params: Params, cfg: ModelConfig, prompts_PxN: jax.Array, prompt_leng
     with jax.named_scope("prefill"):
         state = prefill(params, cfg, prompts_PxN, prompt_lengths_P)
         state = fork(state, jnp.arange(R) // group, capacity=N + M)
-    prompts_RxN, prompt_lengths_R = jnp.repeat(prompts_PxN, group, axis=0), jnp.repeat(prompt_lengths_P, group, axis=0).astype(jnp.int32)
-    is_stop = lambda token: functools.reduce(jnp.logical_or, [token == s for s in sampling.stop_ids], jnp.zeros(token.shape, bool))
+    prompts_RxN, prompt_lengths_R = (
+        jnp.repeat(prompts_PxN, group, axis=0),
+        jnp.repeat(prompt_lengths_P, group, axis=0).astype(jnp.int32),
+    )
+    is_stop = lambda token: functools.reduce(
+        jnp.logical_or, [token == s for s in sampling.stop_ids], jnp.zeros(token.shape, bool)
+    )
 
     def record(out, n, token, logp, alive):
         tokens_RxM, logp_RxM, count_R = out
@@ -178,5 +211,10 @@ def sample(params: Params, cfg: ModelConfig, prompts_PxN: jax.Array, prompt_leng
     row_Rx1, slot_RxM = jnp.arange(R)[:, None], prompt_lengths_R[:, None] + jnp.arange(M)
     prompt_only = jnp.where(jnp.arange(N) < prompt_lengths_R[:, None], prompts_RxN, 0)
     tokens = jnp.zeros((R, N + M), jnp.int32).at[:, :N].set(prompt_only).at[row_Rx1, slot_RxM].set(tokens_RxM)
-    return Samples(tokens=constrain(tokens, "rows", None), prompt_lengths=prompt_lengths_R, lengths=prompt_lengths_R + count_R,
-                   logp=jnp.zeros((R, N + M)).at[row_Rx1, slot_RxM].set(logp_RxM), stopped=~alive)
+    return Samples(
+        tokens=constrain(tokens, "rows", None),
+        prompt_lengths=prompt_lengths_R,
+        lengths=prompt_lengths_R + count_R,
+        logp=jnp.zeros((R, N + M)).at[row_Rx1, slot_RxM].set(logp_RxM),
+        stopped=~alive,
+    )

@@ -18,8 +18,15 @@ from jprm.model.spec import Params
 from jprm.sharding.rules import constrain
 
 
-def token_logps(params: Params, cfg: ModelConfig, hidden_RxNxD: jax.Array, targets_RxN: jax.Array, *, temperature: float = 1.0,
-                chunk: int | None = None) -> tuple[jax.Array, jax.Array]:
+def token_logps(
+    params: Params,
+    cfg: ModelConfig,
+    hidden_RxNxD: jax.Array,
+    targets_RxN: jax.Array,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
     r"""Log-probability of each target and entropy of each distribution.
 
     .. math::  \log p_{rn} = z_{rn,y} - \log\sum_v e^{z_{rn,v}}, \qquad z = h W^\top / \tau
@@ -43,7 +50,9 @@ def token_logps(params: Params, cfg: ModelConfig, hidden_RxNxD: jax.Array, targe
     return logp, jax.lax.stop_gradient(entropy)
 
 
-def token_logps_reference(hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
+def token_logps_reference(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
     """The same, dense, in four lines: what the blocked form is tested against."""
     logp_all = jax.nn.log_softmax(jnp.einsum("rnd,vd->rnv", hidden, head) / temperature, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp_all) * logp_all, axis=-1)
@@ -58,7 +67,9 @@ def _blocks_of(head_VxD: jax.Array, blocks: int) -> jax.Array:
     return constrain(padded.reshape(rows, blocks, D).swapaxes(0, 1), None, "vocab", None)
 
 
-def _block_logits(hidden: jax.Array, block_CxD: jax.Array, j: Any, blocks: int, vocab: int, temperature: float) -> tuple[jax.Array, jax.Array]:
+def _block_logits(
+    hidden: jax.Array, block_CxD: jax.Array, j: Any, blocks: int, vocab: int, temperature: float
+) -> tuple[jax.Array, jax.Array]:
     """f32[R, N, C] logits of block j and the vocabulary index of each of its columns."""
     z = jnp.einsum("rnd,cd->rnc", hidden, block_CxD, preferred_element_type=jnp.float32)
     z = constrain(z, "rows", None, "vocab")
@@ -91,7 +102,9 @@ def _logps_forward(blocks, temperature, hidden, head, targets):
     if blocks == 1:  # small vocabulary: keep the logits for the backward pass instead of computing them twice
         (top, total, weighted, picked), z = visit(start, (head, 0))
     else:
-        (top, total, weighted, picked), z = jax.lax.scan(lambda c, x: (visit(c, x)[0], None), start, (_blocks_of(head, blocks), jnp.arange(blocks)))
+        (top, total, weighted, picked), z = jax.lax.scan(
+            lambda c, x: (visit(c, x)[0], None), start, (_blocks_of(head, blocks), jnp.arange(blocks))
+        )
     lse = top + jnp.log(total)
     logp = jnp.minimum(picked - lse, 0.0)
     return (logp, lse - weighted / total), (hidden, head, targets, lse, z)

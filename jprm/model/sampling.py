@@ -38,8 +38,12 @@ class Sampling:
         )
         for name, fine, expected in checks:
             if not fine:
-                raise UserError(f"{name}={getattr(self, name)}", expected=expected, where=f"config.sampling.{name}",
-                                fix=f"Set config.sampling.{name} to a value that is {expected}")
+                raise UserError(
+                    f"{name}={getattr(self, name)}",
+                    expected=expected,
+                    where=f"config.sampling.{name}",
+                    fix=f"Set config.sampling.{name} to a value that is {expected}",
+                )
 
 
 def log_distribution(logits_RxV: jax.Array, sampling: Sampling, stop_allowed: jax.Array | bool = True) -> jax.Array:
@@ -77,7 +81,9 @@ def draw(log_p_RxV: jax.Array, uniform_R: jax.Array, block: int = 256) -> jax.Ar
 
     def choose(mass_RxC: jax.Array, target_R: jax.Array) -> tuple[jax.Array, jax.Array]:
         cdf = jnp.cumsum(mass_RxC, axis=-1)
-        last = mass_RxC.shape[-1] - 1 - jnp.argmax(jnp.flip(mass_RxC > 0, axis=-1), axis=-1)  # rounding must not reach a token of mass 0
+        last = (
+            mass_RxC.shape[-1] - 1 - jnp.argmax(jnp.flip(mass_RxC > 0, axis=-1), axis=-1)
+        )  # rounding must not reach a token of mass 0
         index = jnp.minimum(jnp.sum(cdf <= target_R[:, None], axis=-1), last)
         return index, target_R - jnp.take_along_axis(cdf - mass_RxC, index[:, None], axis=-1)[:, 0]
 

@@ -62,7 +62,9 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
     out_scale = 0.02 / math.sqrt(2 * L)  # residual branches start small (GPT-2), so depth does not set the loss at step 0
 
     def matrix(shape, axes, name, hf_shape, scale=0.02):
-        return ParamSpec((L, *shape), ("layers", *axes), f"model.layers.{{layer}}.{name}.weight", hf_shape, transpose=True, scale=scale)
+        return ParamSpec(
+            (L, *shape), ("layers", *axes), f"model.layers.{{layer}}.{name}.weight", hf_shape, transpose=True, scale=scale
+        )
 
     def vector(shape, axes, name, init):
         return ParamSpec((L, *shape), ("layers", *axes), f"model.layers.{{layer}}.{name}", (math.prod(shape),), init=init)
@@ -121,7 +123,9 @@ def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:
 
 def abstract_params(cfg: ModelConfig, mesh: Mesh | None = None, dtype: str = "float32") -> Any:
     """``ShapeDtypeStruct`` of every parameter, with shardings where a mesh is given; allocates nothing."""
-    return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype), sharding=None if mesh is None else sharding(mesh, s.axes)), cfg)
+    return map_specs(
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype), sharding=None if mesh is None else sharding(mesh, s.axes)), cfg
+    )
 
 
 def count_params(cfg: ModelConfig) -> int:

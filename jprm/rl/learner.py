@@ -22,7 +22,8 @@ class Learner:
 class Gradient(NamedTuple):
     """Sums over rows: nothing in it has been divided yet.
 
-    loss, weight: f32 scalars; grads: d loss / d params; metrics: {name: (sum, weight)}; rows: what the loss function kept per row.
+    loss, weight: f32 scalars; grads: d loss / d params; metrics: {name: (sum, weight)}; rows: what the loss function kept per
+      row.
     """
 
     loss: jax.Array
@@ -87,7 +88,9 @@ def gradient(loss_fn: Callable[[Tree, Tree], tuple], params: Tree, batch: Tree, 
     return Gradient(*sums, rows=paste(rows))
 
 
-def apply(tx: optax.GradientTransformation, learner: Learner, g: Gradient, ok: jax.Array) -> tuple[Learner, jax.Array, dict[str, jax.Array]]:
+def apply(
+    tx: optax.GradientTransformation, learner: Learner, g: Gradient, ok: jax.Array
+) -> tuple[Learner, jax.Array, dict[str, jax.Array]]:
     """One optimizer update: divides by the weight, once, and keeps everything bit-identical where it must not move.
 
     The update is left out where ``ok`` is already False, where loss or gradient is not finite (which makes ``ok`` False for the

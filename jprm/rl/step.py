@@ -27,10 +27,9 @@ from jprm.rl.compositions import Advantage
 from jprm.rl.kl import kl_loss, kl_rewards
 from jprm.rl.learner import Learner, apply, cut, gradient, paste, scan_rows
 from jprm.rl.policy_loss import policy_loss
-from jprm.rl.rollouts import Rollouts, to_window, window
+from jprm.rl.rollouts import Rollouts, to_window
 from jprm.rl.select import has_contrast, in_band, keep_prompts, take_prompts, to_rows
 from jprm.sharding.rules import constrain
-
 
 JUDGED = "judged"  # column: bool[R] rows with a verdict, whether or not their group was kept
 
@@ -89,7 +88,9 @@ class Trace:
     advantages: jax.Array
 
 
-def response_logps(params: Params, cfg: ModelConfig, batch: Batch, temperatures: tuple[float, ...] = (1.0,)) -> tuple[jax.Array, ...]:
+def response_logps(
+    params: Params, cfg: ModelConfig, batch: Batch, temperatures: tuple[float, ...] = (1.0,)
+) -> tuple[jax.Array, ...]:
     """Log-probs f32[R, N] of the response tokens, one array per temperature, then the entropy at the first: one forward pass.
 
     Only the hidden states that predict a response token (at ``prompt_length - 1 + n``) reach the vocabulary.
@@ -101,8 +102,13 @@ def response_logps(params: Params, cfg: ModelConfig, batch: Batch, temperatures:
     return *(p[0] for p in pairs), pairs[0][1]
 
 
-def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx: optax.GradientTransformation,
-              prm_tx: optax.GradientTransformation | None) -> Callable[..., tuple]:
+def make_step(
+    cfg: ModelConfig,
+    spec: StepSpec,
+    advantage: Advantage,
+    policy_tx: optax.GradientTransformation,
+    prm_tx: optax.GradientTransformation | None,
+) -> Callable[..., tuple]:
     """Builds ``step(policy, prm, reference, rollouts, learn_policy) -> (policy, prm, ok, metrics, trace)``.
 
     Pure; jit it with ``policy`` and ``prm`` donated. ``prm`` is None for outcome-only methods (then ``prm_tx`` is None), and
@@ -147,7 +153,9 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
 
     def _score(policy, reference, batch, with_prm):
         kl = spec.kl_coef > 0
-        temperatures = ((1.0,) if with_prm else ()) + ((spec.temperature,) if kl and (spec.temperature != 1 or not with_prm) else ())
+        temperatures = ((1.0,) if with_prm else ()) + (
+            (spec.temperature,) if kl and (spec.temperature != 1 or not with_prm) else ()
+        )
         ref_logp = ref_tempered = old = None
         micro = spec.micro_batches * spec.minibatches
         if temperatures:
@@ -161,7 +169,9 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
 
     def _prm_stage(prm, batch, rows, ref_logp, ok):
         """Updates over minibatches; returns the log-ratios q f32[R, N] of *all* sampled tokens that become rewards."""
-        usable = implicit.usable_rows(rows.action, rows.outcome, rows.columns[JUDGED] if spec.prm_rows == "all" else rows.labelled)
+        usable = implicit.usable_rows(
+            rows.action, rows.outcome, rows.columns[JUDGED] if spec.prm_rows == "all" else rows.labelled
+        )
         weight = implicit.balanced_weights(rows.outcome, usable) if spec.balance else jnp.ones_like(rows.outcome)
         data = (batch, rows.action, rows.outcome, usable, weight, ref_logp)
 
@@ -199,7 +209,13 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
         if old_logp is None and spec.old_logp == "behavior":
             old_logp = rows.behavior_logp
         zeros = jnp.zeros_like(advantages)
-        data = (batch, advantages, zeros if old_logp is None else old_logp, zeros if ref_logp is None else ref_logp, rows.behavior_logp)
+        data = (
+            batch,
+            advantages,
+            zeros if old_logp is None else old_logp,
+            zeros if ref_logp is None else ref_logp,
+            rows.behavior_logp,
+        )
 
         def loss(params, d):
             batch, advantages, old, ref, behavior = d
@@ -207,8 +223,18 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
             if old_logp is None:  # one update per rollout: the ratio is exactly 1
                 old = jax.lax.stop_gradient(logp)
             form = dict(aggregation=spec.aggregation, constant=spec.window)
-            total, weight, sums = policy_loss(logp, old, advantages, batch.mask, clip_low=spec.clip[0], clip_high=spec.clip[1],
-                                              dual_clip=spec.dual_clip, entropy_RxT=entropy, entropy_coef=spec.entropy_coef, **form)
+            total, weight, sums = policy_loss(
+                logp,
+                old,
+                advantages,
+                batch.mask,
+                clip_low=spec.clip[0],
+                clip_high=spec.clip[1],
+                dual_clip=spec.dual_clip,
+                entropy_RxT=entropy,
+                entropy_coef=spec.entropy_coef,
+                **form,
+            )
             if ref_logp is not None:
                 kl, _, kl_sums = kl_loss(logp, ref, batch.mask, kind=spec.kl_kind, **form)
                 total, sums = total + (spec.kl_coef if spec.kl_in == "loss" else 0.0) * kl, sums | kl_sums
@@ -225,6 +251,7 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
             def epoch(carry, _):
                 carry, kept = _over_minibatches(update, carry, data, spec.minibatches)
                 return carry, kept
+
             if spec.epochs == 1:
                 return epoch((policy, ok), None)
             return jax.lax.scan(epoch, (policy, ok), length=spec.epochs)
@@ -241,7 +268,8 @@ def make_step(cfg: ModelConfig, spec: StepSpec, advantage: Advantage, policy_tx:
 
 
 def _over_minibatches(update: Callable, carry: Any, data: Any, parts: int) -> tuple[Any, Any]:
-    """``lax.scan`` of ``update`` over strided minibatches; every kept leaf gets a leading minibatch axis, also where there is one."""
+    """``lax.scan`` of ``update`` over strided minibatches; every kept leaf gets a leading minibatch axis, also where there is
+    one."""
     if parts > 1:
         return jax.lax.scan(update, carry, cut(data, parts))
     carry, kept = update(carry, data)
@@ -249,7 +277,9 @@ def _over_minibatches(update: Callable, carry: Any, data: Any, parts: int) -> tu
 
 
 def _quotient(total: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), jnp.nan)  # nan: a metric without data, written as null
+    return jnp.where(
+        weight > 0, total / jnp.where(weight > 0, weight, 1.0), jnp.nan
+    )  # nan: a metric without data, written as null
 
 
 def _select(rollouts: Rollouts, spec: StepSpec) -> tuple[Rollouts, dict[str, jax.Array]]:

@@ -27,8 +27,12 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
     if shape.count(-1) == 1 and known > 0 and devices % known == 0:
         shape[shape.index(-1)] = devices // known
     if min(shape) < 1 or math.prod(shape) != devices:
-        raise UserError(f"{asked} on {devices} devices", expected=f"sizes whose product is {devices} (one of them may be -1)", where="config.mesh",
-                        fix="Set config.mesh.fsdp=-1 and the others so that they divide the device count")
+        raise UserError(
+            f"{asked} on {devices} devices",
+            expected=f"sizes whose product is {devices} (one of them may be -1)",
+            where="config.mesh",
+            fix="Set config.mesh.fsdp=-1 and the others so that they divide the device count",
+        )
     return tuple(shape)
 
 
@@ -43,5 +47,9 @@ def check_divides(value: int, mesh: Mesh, axes: tuple[str, ...], *, what: str, w
     ways = math.prod(mesh.shape[a] for a in axes)
     if value % ways:
         names = " x ".join(axes)
-        raise UserError(f"{what} = {value} over {names} = {ways}", expected=f"a multiple of {ways}", where=where,
-                        fix=f"Set {where} to {max(ways, value // ways * ways)}, or make config.mesh.{axes[-1]} smaller")
+        raise UserError(
+            f"{what} = {value} over {names} = {ways}",
+            expected=f"a multiple of {ways}",
+            where=where,
+            fix=f"Set {where} to {max(ways, value // ways * ways)}, or make config.mesh.{axes[-1]} smaller",
+        )

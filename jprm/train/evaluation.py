@@ -57,7 +57,8 @@ class Scored:
 class Evaluator:
     """Compiles once per sampling mode and evaluates any state of the run.
 
-    A problem set that is no multiple of the batch is filled up with its first problems; the filler is dropped from every statistic.
+    A problem set that is no multiple of the batch is filled up with its first problems; the filler is dropped from every
+    statistic.
     """
 
     def __init__(self, run: Run):
@@ -72,11 +73,18 @@ class Evaluator:
         p, e = self.run.config.prm, self.run.config.eval
         rows = to_window(rollouts, self.run.config.sampling.max_new)
         batch = Batch(rollouts.tokens, rollouts.prompt_lengths, rows.tokens, rows.token_mask)
-        q = implicit.log_ratio(response_logps(prm, self.run.cfg, batch)[0], response_logps(reference, self.run.cfg, batch)[0], batch.mask)
+        q = implicit.log_ratio(
+            response_logps(prm, self.run.cfg, batch)[0], response_logps(reference, self.run.cfg, batch)[0], batch.mask
+        )
         scale = p.beta * p.score_scale
         steps, exists = step_scores(q, batch.mask, rows.step, p.max_steps, scale, e.first_error_score)
         score = response_score(q, batch.mask, rows.step, p.max_steps, scale, e.prm_score)
-        return {"token_rewards": implicit.token_rewards(q, batch.mask, scale), "step_scores": steps, "exists": exists, "response_score": score}
+        return {
+            "token_rewards": implicit.token_rewards(q, batch.mask, scale),
+            "step_scores": steps,
+            "exists": exists,
+            "response_score": score,
+        }
 
     def _program(self, sampling: Sampling, group: int) -> Callable:
         """One jitted call: sample, and verify where the task can on the device."""
@@ -87,7 +95,9 @@ class Evaluator:
             s = draw(params, tokens, lengths, seed, jnp.int32(0), first_row)
             if verifier is None:
                 return s, None
-            outcome, known = verifier(s.tokens, s.prompt_lengths, s.lengths, {k: jnp.repeat(v, group, axis=0) for k, v in columns.items()})
+            outcome, known = verifier(
+                s.tokens, s.prompt_lengths, s.lengths, {k: jnp.repeat(v, group, axis=0) for k, v in columns.items()}
+            )
             return s, to_rollouts(run, s, outcome, known, group)
 
         return self._programs.setdefault((sampling, group), jax.jit(call))
@@ -105,11 +115,15 @@ class Evaluator:
             chosen = [self.problems[(start + i) % n] for i in range(size)]
             batch = place(run, self._prompts.of(chosen))
             # A row's noise belongs to its place among all held-out rows, so that it does not depend on how they are batched.
-            s, rollouts = call(state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start * group)))
+            s, rollouts = call(
+                state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start * group))
+            )
             if rollouts is None:
                 outcome, known, lengths = verify_on_host(run, batch, s, group)
                 rollouts = to_rollouts(run, s, outcome, known, group, lengths)
-            kept = {k: getattr(rollouts, k) for k in ("tokens", "prompt_lengths", "lengths", "step", "outcome", "known")} | {"stopped": s.stopped}
+            kept = {k: getattr(rollouts, k) for k in ("tokens", "prompt_lengths", "lengths", "step", "outcome", "known")} | {
+                "stopped": s.stopped
+            }
             if with_prm:
                 kept |= self._score(state.prm.params, state.reference, rollouts)
             kept = {k: fetch(v)[: (n - start) * group] for k, v in kept.items()}
@@ -122,7 +136,8 @@ class Evaluator:
     def measure(self, state: TrainState, *, thorough: bool, judged: bool = True) -> tuple[dict[str, float], Scored]:
         """Metrics ``eval/…`` of a state and the samples behind them.
 
-        ``accuracy`` is the mean over the first ``eval.samples`` responses per problem. ``thorough`` adds greedy, the k-sample statistics
+        ``accuracy`` is the mean over the first ``eval.samples`` responses per problem. ``thorough`` adds greedy, the k-sample
+        statistics
         and, with a PRM and a task that knows the truth of steps, first-error F1. ``judged`` False leaves the PRM out.
         """
         e = self.run.config.eval
@@ -131,8 +146,14 @@ class Evaluator:
         s = self.sample(state, group=k, with_prm=with_prm)
         first = s.correct[:, : e.samples]
         lengths = (s.rollouts["lengths"] - s.rollouts["prompt_lengths"]).astype(float)
-        m = {"accuracy": float(first.mean()), "accuracy_stderr": float(first.mean(axis=1).std() / np.sqrt(len(first))), "problems": float(len(first)),
-             "unknown": float((~s.known).sum()), "response_length": float(lengths.mean()), "stopped": float(s.rollouts["stopped"].mean())}
+        m = {
+            "accuracy": float(first.mean()),
+            "accuracy_stderr": float(first.mean(axis=1).std() / np.sqrt(len(first))),
+            "problems": float(len(first)),
+            "unknown": float((~s.known).sum()),
+            "response_length": float(lengths.mean()),
+            "stopped": float(s.rollouts["stopped"].mean()),
+        }
         if thorough:
             m["greedy"] = float(self.sample(state, group=1, greedy=True).correct.mean())
             if e.pass_k:
@@ -147,16 +168,18 @@ class Evaluator:
                     m |= {f"reference_{name}": value for name, value in choices(r, e.pass_k).items()}
         return {f"eval/{name}": value for name, value in m.items()}, s
 
-
     def first_error(self, state: TrainState, sampled: Scored) -> dict[str, float]:
         """First-error F1 on the rows that ``eval.first_error_rows`` names.
 
-        Demonstrations of held-out problems are the same rows for every run of a task, whatever its policy has become, so that figures can
+        Demonstrations of held-out problems are the same rows for every run of a task, whatever its policy has become, so that
+        figures can
         be compared. The policy's own rows ask what its PRM still sees of the mistakes that it still makes.
         """
         which, run = self.run.config.eval.first_error_rows, self.run
         if which == "policy":
-            return first_error_metrics(sampled.step_scores, sampled.exists, first_errors(run, sampled), np.arange(len(sampled.texts)) // sampled.group)
+            return first_error_metrics(
+                sampled.step_scores, sampled.exists, first_errors(run, sampled), np.arange(len(sampled.texts)) // sampled.group
+            )
         rows = [(i, p, text) for i, p in enumerate(self.problems) if (text := run.task.demonstration(p, 0)) is not None]
         truth = [run.task.first_error(p, text) for _, p, text in rows]
         if not rows or any(t is None for t in truth):
@@ -174,12 +197,19 @@ class Evaluator:
     def _score_texts(self, state: TrainState, rows: list[tuple[Problem, str]]) -> dict[str, np.ndarray]:
         """PRM scores of given responses; a last batch that is not full is filled up with its first row."""
         run, n = self.run, len(rows)
-        pairs = [run.builder.encode(p.prompt, text) for p, text in rows] + [run.builder.encode(rows[0][0].prompt, rows[0][1])] * (self._batch_size - n)
+        pairs = [run.builder.encode(p.prompt, text) for p, text in rows] + [run.builder.encode(rows[0][0].prompt, rows[0][1])] * (
+            self._batch_size - n
+        )
         tokens, lengths = pad([ids for ids, _ in pairs], run.length, run.tokenizer.pad_token_id, "config.sampling.max_new")
         where = sharding(run.mesh, ("rows",))
         place = lambda x: jax.device_put(np.asarray(x), where)
-        s = Samples(tokens=place(tokens), prompt_lengths=place(np.array([front for _, front in pairs], np.int32)), lengths=place(lengths),
-                    logp=place(np.zeros(tokens.shape, np.float32)), stopped=place(np.ones(len(pairs), bool)))
+        s = Samples(
+            tokens=place(tokens),
+            prompt_lengths=place(np.array([front for _, front in pairs], np.int32)),
+            lengths=place(lengths),
+            logp=place(np.zeros(tokens.shape, np.float32)),
+            stopped=place(np.ones(len(pairs), bool)),
+        )
         rollouts = to_rollouts(run, s, place(np.zeros(len(pairs), np.float32)), place(np.ones(len(pairs), bool)), 1)
         return {k: fetch(v)[:n] for k, v in self._score(state.prm.params, state.reference, rollouts).items()}
 
@@ -219,5 +249,8 @@ def first_error_metrics(scores: np.ndarray, exists: np.ndarray, truth: list[int 
         return {}
     threshold = tune_threshold(scores[tune], exists[tune], label[tune])
     predicted = predict(scores[test], exists[test], threshold)
-    return {"prm_first_error_f1": f1(predicted, label[test]), "prm_first_error_f1_chance": chance_f1(predicted, label[test], problem[test]),
-            "prm_threshold": threshold}
+    return {
+        "prm_first_error_f1": f1(predicted, label[test]),
+        "prm_first_error_f1_chance": chance_f1(predicted, label[test], problem[test]),
+        "prm_threshold": threshold,
+    }

@@ -36,13 +36,21 @@ def resolve_recipe(text: str) -> str:
     if name.endswith(".py") or "/" in name:
         if pathlib.Path(name).is_file():
             return text
-        raise UserError(f"no file {name!r}", expected="a Python file with get_config()", where="--config",
-                        fix="Give the path of an existing recipe, or the bare name of a shipped one")
+        raise UserError(
+            f"no file {name!r}",
+            expected="a Python file with get_config()",
+            where="--config",
+            fix="Give the path of an existing recipe, or the bare name of a shipped one",
+        )
     shipped = recipes()
     if name not in shipped:
         guess = nearest(name, shipped)
-        raise UserError(f"no recipe {name!r}", expected=f"one of {', '.join(shipped) or '(none is installed)'}", where="--config",
-                        fix=f"Did you mean --config={guess}" if guess else "Give one of these names, or the path of a .py file")
+        raise UserError(
+            f"no recipe {name!r}",
+            expected=f"one of {', '.join(shipped) or '(none is installed)'}",
+            where="--config",
+            fix=f"Did you mean --config={guess}" if guess else "Give one of these names, or the path of a .py file",
+        )
     return f"{shipped[name]}{colon}{arg}"
 
 
@@ -59,8 +67,12 @@ def load_recipe(text: str) -> ml_collections.ConfigDict:
     try:
         values(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(str(error), expected="a file whose get_config(arg) returns a ConfigDict", where=f"--config={text}",
-                        fix="Mend get_config in that file, or the argument after the colon") from error
+        raise UserError(
+            str(error),
+            expected="a file whose get_config(arg) returns a ConfigDict",
+            where=f"--config={text}",
+            fix="Mend get_config in that file, or the argument after the colon",
+        ) from error
     return values["config"].value
 
 
@@ -76,15 +88,23 @@ def load_saved(workdir: str) -> ml_collections.ConfigDict:
 
     path = pathlib.Path(workdir) / "config.json"
     if not path.is_file():
-        raise UserError(f"no {path}", expected="the folder of an earlier run", where="--workdir",
-                        fix="Name a recipe with --config, or the folder of a run that exists")
+        raise UserError(
+            f"no {path}",
+            expected="the folder of an earlier run",
+            where="--workdir",
+            fix="Name a recipe with --config, or the folder of a run that exists",
+        )
     try:
         saved = json.loads(path.read_text())
         if not isinstance(saved, dict):
             raise ValueError(f"a JSON {type(saved).__name__}")
     except ValueError as error:
-        raise UserError(f"unreadable JSON ({error})", expected="the object that the run wrote", where=str(path),
-                        fix="Restore the file, or name the recipe with --config") from error
+        raise UserError(
+            f"unreadable JSON ({error})",
+            expected="the object that the run wrote",
+            where=str(path),
+            fix="Restore the file, or name the recipe with --config",
+        ) from error
     return overlay(default_config(), saved)
 
 
@@ -119,8 +139,12 @@ def parse(argv: Sequence[str], extra: flags.FlagValues) -> ml_collections.Config
     overrides = [m[1] for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))]
     workdir = _peek(argv, "workdir")
     if recipe is None and workdir is None:
-        raise UserError("neither a recipe nor a run", expected="--config=RECIPE, or --workdir=RUN of an earlier run",
-                        where="--config", fix=f"Add --config={next(iter(recipes()), 'FILE.py')}")
+        raise UserError(
+            "neither a recipe nor a run",
+            expected="--config=RECIPE, or --workdir=RUN of an earlier run",
+            where="--config",
+            fix=f"Add --config={next(iter(recipes()), 'FILE.py')}",
+        )
     config = load_saved(workdir) if recipe is None else load_recipe(recipe)
     for key in overrides:
         _check_key(config, key)
@@ -133,16 +157,25 @@ def parse(argv: Sequence[str], extra: flags.FlagValues) -> ml_collections.Config
         known = [n for n in extra if n != "config"] + [f"config.{k}" for k in keys(config)]
         guess = nearest(error.flagname, known)
         expected = f"one of {', '.join(f'--{name}' for name in extra)}, or --config.<key>"
-        raise UserError(f"an unknown flag --{error.flagname}", expected=expected, where="command line",
-                        fix=f"Did you mean --{guess}" if guess else "See jprm <verb> --help") from error
+        raise UserError(
+            f"an unknown flag --{error.flagname}",
+            expected=expected,
+            where="command line",
+            fix=f"Did you mean --{guess}" if guess else "See jprm <verb> --help",
+        ) from error
     except flags.IllegalFlagValueError as error:
         raise _wrong_value(str(error), extra, config) from error
     except flags.Error as error:  # a flag without its value, an override that a later one would undo
-        raise UserError(f"{error}", expected="--flag=value", where="command line",
-                        fix="Write the flag as --flag=value") from error
+        raise UserError(
+            f"{error}", expected="--flag=value", where="command line", fix="Write the flag as --flag=value"
+        ) from error
     if rest[1:]:
-        raise UserError(f"a stray argument {rest[1]!r}", expected="flags (--name=value) and overrides (key=value)",
-                        where="command line", fix="Remove it, or give it a name")
+        raise UserError(
+            f"a stray argument {rest[1]!r}",
+            expected="flags (--name=value) and overrides (key=value)",
+            where="command line",
+            fix="Remove it, or give it a name",
+        )
     if workdir is not None:
         with config.unlocked():
             config.workdir = workdir
@@ -196,16 +229,23 @@ def _check_key(config: ml_collections.ConfigDict, key: str) -> None:
     known = keys(config)
     if key not in known:
         guess = nearest(key, known)
-        raise UserError("an unknown config key", expected=f"{guess!r}, the nearest known key" if guess else "a key of the config",
-                        where=f"config.{key}",
-                        fix=f"Write config.{guess}" if guess else f"Use one of the groups {', '.join(config)}")
+        raise UserError(
+            "an unknown config key",
+            expected=f"{guess!r}, the nearest known key" if guess else "a key of the config",
+            where=f"config.{key}",
+            fix=f"Write config.{guess}" if guess else f"Use one of the groups {', '.join(config)}",
+        )
     group, _, name = key.rpartition(".")
     owner = config
     for part in filter(None, group.split(".")):
         owner = owner[part]
     if owner.get_type(name) in (type(None), list):
-        raise UserError(f"a field of type {owner.get_type(name).__name__}", expected="a number, string, boolean or tuple",
-                        where=f"config.{key}", fix="Set this field in the recipe's file, not on the command line")
+        raise UserError(
+            f"a field of type {owner.get_type(name).__name__}",
+            expected="a number, string, boolean or tuple",
+            where=f"config.{key}",
+            fix="Set this field in the recipe's file, not on the command line",
+        )
 
 
 def _wrong_value(message: str, extra: flags.FlagValues, config: ml_collections.ConfigDict) -> UserError:
@@ -220,6 +260,9 @@ def _wrong_value(message: str, extra: flags.FlagValues, config: ml_collections.C
     else:
         choices = getattr(extra[name].parser, "enum_values", None)
         wanted = "one of " + ", ".join(choices) if choices else extra[name].flag_type()
-    return UserError(repr(value), expected=wanted, where=name if name.startswith("config.") else f"--{name}",
-                     fix="Write it as \"('a', 'b')\"" if wanted.startswith("tuple") else "Give a value of that type")
-
+    return UserError(
+        repr(value),
+        expected=wanted,
+        where=name if name.startswith("config.") else f"--{name}",
+        fix="Write it as \"('a', 'b')\"" if wanted.startswith("tuple") else "Give a value of that type",
+    )

@@ -83,19 +83,32 @@ def prepare_workdir(run: Run) -> pathlib.Path:
         try:
             theirs = json.loads(stored.read_text())
         except ValueError as e:
-            raise UserError("no JSON", expected="the config of the run", where=str(stored), fix="Use another config.workdir, or remove this folder") from e
+            raise UserError(
+                "no JSON",
+                expected="the config of the run",
+                where=str(stored),
+                fix="Use another config.workdir, or remove this folder",
+            ) from e
         check_same_run(theirs, mine, where=str(workdir))
     elif workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError("something that is no jprm run", expected="a new or empty folder, or an earlier run of this config", where=str(workdir),
-                        fix="Give another config.workdir")
+        raise UserError(
+            "something that is no jprm run",
+            expected="a new or empty folder, or an earlier run of this config",
+            where=str(workdir),
+            fix="Give another config.workdir",
+        )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             exits.clear_report(workdir)
             stored.write_text(json.dumps(mine, indent=2) + "\n")
     except OSError as e:
-        raise UserError(f"a folder that cannot be written ({e.strerror})", expected="a writable folder", where=str(workdir),
-                        fix="Give another config.workdir") from e
+        raise UserError(
+            f"a folder that cannot be written ({e.strerror})",
+            expected="a writable folder",
+            where=str(workdir),
+            fix="Give another config.workdir",
+        ) from e
     return workdir
 
 
@@ -122,7 +135,8 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
         if step in evaluated or evaluator is None:
             return
         start = time.perf_counter()
-        # Until the PRM has learnt anything it is its reference: every score is 0, and numbers from it would be noise about nothing.
+        # Until the PRM has learnt anything it is its reference: every score is 0, and numbers from it would be noise about
+        # nothing.
         judged = step > phases[-1].start or config.prm.steps > 0 or bool(config.prm.path)
         numbers, scored = evaluator.measure(state, thorough=thorough, judged=judged)
         numbers["timing_s/eval"] = time.perf_counter() - start
@@ -137,7 +151,13 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
             if step >= phase.end:
                 continue
             if step == phase.start:
-                state = enter(phase, state, run.cfg, run.mesh, run.load(config.prm.path) if phase.has_prm and config.prm.path and state.prm is None else None)
+                state = enter(
+                    phase,
+                    state,
+                    run.cfg,
+                    run.mesh,
+                    run.load(config.prm.path) if phase.has_prm and config.prm.path and state.prm is None else None,
+                )
             if step == phase.start and phase.name == "rl":
                 evaluate(step, state, thorough=True)
             program = make_program(run, phase)
@@ -194,14 +214,22 @@ def start_or_resume(run: Run, phases: list[Phase]) -> tuple[TrainState, int | No
     found = checkpoint.restore(folder, template) if run.config.checkpoint.resume else None
     if found is None:
         if checkpoint.numbered(folder):
-            raise UserError("checkpoints", expected="an empty folder where config.checkpoint.resume=False", where=str(folder),
-                            fix="Set config.checkpoint.resume=True, or give another config.workdir")
+            raise UserError(
+                "checkpoints",
+                expected="an empty folder where config.checkpoint.resume=False",
+                where=str(folder),
+                fix="Set config.checkpoint.resume=True, or give another config.workdir",
+            )
         zeros = (replicated(run, np.int32(0)) for _ in range(2))  # two arrays: a donated buffer must not be shared
         return TrainState(*zeros, policy=Learner(run.initial_params(), ())), None
     state, meta = found
     if int(state.step) != meta["step"]:
-        raise UserError(f"state.step = {int(state.step)} in checkpoint {meta['step']}", expected="the same number", where=str(folder),
-                        fix="Remove this checkpoint; the one before it will be used")
+        raise UserError(
+            f"state.step = {int(state.step)} in checkpoint {meta['step']}",
+            expected="the same number",
+            where=str(folder),
+            fix="Remove this checkpoint; the one before it will be used",
+        )
     return state, meta["step"]
 
 
@@ -218,7 +246,13 @@ def report(run: Run, metrics: MetricsWriter, progress: Progress, phase: Phase, d
     progress.update(done.step - phase.start, short, {k: v for k, v in numbers.items() if k.startswith("timing_s/")})
     write_samples(run, phase, done)
     if in_a_row := int(numbers["skipped_in_a_row"]):
-        log.warning("iteration %d: a loss or gradient was not finite; its updates were thrown away (%d in a row). Its rows: %s",
-                    done.step, in_a_row, done.batch_ids)
+        log.warning(
+            "iteration %d: a loss or gradient was not finite; its updates were thrown away (%d in a row). Its rows: %s",
+            done.step,
+            in_a_row,
+            done.batch_ids,
+        )
         if in_a_row >= run.config.log.max_skipped:
-            raise exits.Stop("non_finite", f"{in_a_row} iterations in a row had a non-finite loss or gradient; the last is {done.step}")
+            raise exits.Stop(
+                "non_finite", f"{in_a_row} iterations in a row had a non-finite loss or gradient; the last is {done.step}"
+            )

@@ -20,11 +20,19 @@ def learning_rate(group: Any, updates: int, where: str) -> optax.Schedule:
       UserError: unknown schedule, or a warm-up as long as the phase.
     """
     if group.schedule not in SCHEDULES:
-        raise UserError(f"schedule {group.schedule!r}", expected=f"one of {', '.join(SCHEDULES)}", where=f"{where}.schedule",
-                        fix=f"Set {where}.schedule=constant")
+        raise UserError(
+            f"schedule {group.schedule!r}",
+            expected=f"one of {', '.join(SCHEDULES)}",
+            where=f"{where}.schedule",
+            fix=f"Set {where}.schedule=constant",
+        )
     if group.warmup and group.warmup >= updates:
-        raise UserError(f"warmup {group.warmup} of {updates} updates", expected="a warm-up shorter than the phase", where=f"{where}.warmup",
-                        fix=f"Set {where}.warmup={max(0, updates // 10)}")
+        raise UserError(
+            f"warmup {group.warmup} of {updates} updates",
+            expected="a warm-up shorter than the phase",
+            where=f"{where}.warmup",
+            fix=f"Set {where}.warmup={max(0, updates // 10)}",
+        )
     rest = max(updates - group.warmup, 1)
     after = {
         "constant": lambda: optax.constant_schedule(group.lr),
@@ -48,7 +56,9 @@ def make_optimizer(group: Any, cfg: ModelConfig, updates: int, where: str) -> op
       where: the group's name, for errors.
     """
     decay = map_specs(lambda s: len(s.hf_shape) == 2, cfg)
-    adamw = optax.adamw(learning_rate(group, updates, where), b1=group.b1, b2=group.b2, eps=group.eps, weight_decay=group.weight_decay, mask=decay)
+    adamw = optax.adamw(
+        learning_rate(group, updates, where), b1=group.b1, b2=group.b2, eps=group.eps, weight_decay=group.weight_decay, mask=decay
+    )
     return optax.chain(optax.clip_by_global_norm(group.clip_norm), adamw) if group.clip_norm else adamw
 
 

@@ -44,7 +44,8 @@ class Iteration:
     started: float = 0.0
 
     def timings(self) -> dict[str, float]:
-        """``timing_s/…`` in seconds; called once the metrics have arrived. ``step`` is what neither ``gen`` nor ``verify`` took."""
+        """``timing_s/…`` in seconds; called once the metrics have arrived. ``step`` is what neither ``gen`` nor ``verify``
+        took."""
         whole = self.parts.get("finished", time.perf_counter()) - self.started
         parts = {k: v for k, v in self.parts.items() if k.startswith("timing_s/")}
         return parts | ({"timing_s/step": max(0.0, whole - sum(parts.values()))} if parts else {}) | {"timing_s/iteration": whole}
@@ -53,7 +54,8 @@ class Iteration:
 class Program:
     """A phase's compiled iteration over its batches, which are a pure function of the iteration's number.
 
-    An iteration's clock runs from the moment the one before it was finished, so that host work hidden behind the device costs nothing.
+    An iteration's clock runs from the moment the one before it was finished, so that host work hidden behind the device costs
+    nothing.
     """
 
     def __init__(self, run: Run, batches: PromptBatches | SequenceBatches, per_iteration: int, first: int):
@@ -95,7 +97,8 @@ class SupervisedProgram(Program):
 
 
 class ReferenceCache:
-    """Reference log-probs of labelled rows on the host, computed at a row's first visit: later epochs need no reference forward pass."""
+    """Reference log-probs of labelled rows on the host, computed at a row's first visit: later epochs need no reference
+    forward pass."""
 
     def __init__(self, run: Run, micro_batches: int):
         self.run, self.known = run, {}
@@ -135,10 +138,19 @@ def make_program(run: Run, phase: Phase) -> SupervisedProgram | RLProgram:
     if phase.name == "sft":
         return SupervisedProgram(run, phase, make_sft_step(run.cfg, phase, cuts), sft_batches(run), group.batch_size)
     if config.prm.balance not in ("batch", "none"):
-        raise UserError(f"balance {config.prm.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
+        raise UserError(
+            f"balance {config.prm.balance!r}",
+            expected="batch or none",
+            where="config.prm.balance",
+            fix="Set config.prm.balance=batch",
+        )
     if config.prm.reference_logps not in ("recompute", "cache"):
-        raise UserError(f"reference_logps {config.prm.reference_logps!r}", expected="recompute or cache", where="config.prm.reference_logps",
-                        fix="Set config.prm.reference_logps=recompute")
+        raise UserError(
+            f"reference_logps {config.prm.reference_logps!r}",
+            expected="recompute or cache",
+            where="config.prm.reference_logps",
+            fix="Set config.prm.reference_logps=recompute",
+        )
     step = make_prm_step(run.cfg, phase, cuts, beta=config.prm.beta, balance=config.prm.balance == "batch")
     program = SupervisedProgram(run, phase, step, labelled_batches(run), group.batch_size)
     program.cache = ReferenceCache(run, cuts) if config.prm.reference_logps == "cache" else None

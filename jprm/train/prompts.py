@@ -45,7 +45,11 @@ def responses(run: Run, tokens: np.ndarray, prompt_lengths: np.ndarray, lengths:
         text = run.builder.decode_response(ids, run.stop_ids)
         found = [text.find(s) for s in run.config.sampling.stop_strings if s in text]
         if found:
-            n = next(n for n in range(1, len(ids) + 1) if any(s in run.builder.decode_response(ids[:n], run.stop_ids) for s in run.config.sampling.stop_strings))
+            n = next(
+                n
+                for n in range(1, len(ids) + 1)
+                if any(s in run.builder.decode_response(ids[:n], run.stop_ids) for s in run.config.sampling.stop_strings)
+            )
             lengths[i], text = prompt_lengths[i] + n, text[: min(found)]
         texts.append(text)
     return texts, lengths

@@ -21,16 +21,30 @@ from jprm.train.report_rollouts import MAX_ROLLOUTS, read_rollouts
 
 SCRIPTS = ("report_template.js", "report_curves.js", "report_rollouts.js")
 LABELS = {
-    "accuracy": "Sampled accuracy", "greedy": "Greedy accuracy", "prm_first_error_f1": "PRM first-error F1",
-    "majority_at_8": "Majority of 8", "prm_best_of_8": "PRM best of 8", "seconds": "Wall time",
+    "accuracy": "Sampled accuracy",
+    "greedy": "Greedy accuracy",
+    "prm_first_error_f1": "PRM first-error F1",
+    "majority_at_8": "Majority of 8",
+    "prm_best_of_8": "PRM best of 8",
+    "seconds": "Wall time",
 }
 # What the header shows of the config where it is there; the whole config is further down the page.
 HIGHLIGHTS = (
-    ("Model", "model.path"), ("Layers", "model.num_layers"), ("Width", "model.hidden_size"), ("Task", "task.name"),
-    ("Prompts", "rl.prompts"), ("Samples per prompt", "rl.group"), ("Outcome baseline", "rl.estimator"),
-    ("Process weight", "rl.process_weight"), ("Process formula", "rl.formula"), ("Process granularity", "rl.granularity"),
-    ("PRM beta", "prm.beta"), ("Policy learning rate", "rl.optimizer.lr"), ("PRM learning rate", "prm.optimizer.lr"),
-    ("KL coefficient", "rl.kl_coef"), ("Seed", "seed"),
+    ("Model", "model.path"),
+    ("Layers", "model.num_layers"),
+    ("Width", "model.hidden_size"),
+    ("Task", "task.name"),
+    ("Prompts", "rl.prompts"),
+    ("Samples per prompt", "rl.group"),
+    ("Outcome baseline", "rl.estimator"),
+    ("Process weight", "rl.process_weight"),
+    ("Process formula", "rl.formula"),
+    ("Process granularity", "rl.granularity"),
+    ("PRM beta", "prm.beta"),
+    ("Policy learning rate", "rl.optimizer.lr"),
+    ("PRM learning rate", "prm.optimizer.lr"),
+    ("KL coefficient", "rl.kl_coef"),
+    ("Seed", "seed"),
 )
 
 
@@ -49,8 +63,12 @@ def write_report(workdir: str | os.PathLike, *, max_rollouts: int = MAX_ROLLOUTS
     """
     workdir = Path(workdir)
     if not workdir.is_dir():
-        raise UserError(f"no directory {str(workdir)!r}", expected="the workdir of a run", where="workdir",
-                        fix="Give the directory that holds metrics.jsonl")
+        raise UserError(
+            f"no directory {str(workdir)!r}",
+            expected="the workdir of a run",
+            where="workdir",
+            fix="Give the directory that holds metrics.jsonl",
+        )
     page = render(collect(workdir, max_rollouts))
     out, partial = workdir / "report.html", workdir / f".report.html.{os.getpid()}"
     try:
@@ -103,16 +121,23 @@ def render(data: dict) -> str:
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     return Template(read("report_template.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(data["name"]), digest=digest, data=text, script=script, notice=notice(data),
-        style=read("report_template.css").read_text(encoding="utf-8"))
+        title=html.escape(data["name"]),
+        digest=digest,
+        data=text,
+        script=script,
+        notice=notice(data),
+        style=read("report_template.css").read_text(encoding="utf-8"),
+    )
 
 
 def notice(data: dict) -> str:
     """What an empty run's page says; empty for any other."""
     if data["series"] or data["times"] or data["rollouts"]["embedded"]:
         return ""
-    return ('<p class="empty"><strong>Nothing recorded yet.</strong> This run has written no metrics and no rollouts: '
-            "metrics.jsonl and samples/ are absent or empty. Write the report again after the first iteration.</p>")
+    return (
+        '<p class="empty"><strong>Nothing recorded yet.</strong> This run has written no metrics and no rollouts: '
+        "metrics.jsonl and samples/ are absent or empty. Write the report again after the first iteration.</p>"
+    )
 
 
 def _read_object(path: Path, notes: list[str]) -> dict:

@@ -13,30 +13,48 @@ MAX_BARS = 120
 # (group, prefixes that belong to it, panels with a title and keys of their own). A key that no panel names gets one alone.
 # A third entry of a panel is a reference line: its value and what it means.
 GROUPS: tuple[tuple[str, tuple[str, ...], tuple[tuple, ...]], ...] = (
-    ("Outcome", ("critic", "eval"), (
-        ("Accuracy", ("critic/score/mean", "eval/accuracy", "eval/greedy")),
-        ("Pass@k", ("eval/pass_at_8", "eval/pass_at_4", "eval/pass_at_2")),
-    )),
-    ("Process reward model", ("prm",), (
-        ("AUC", ("prm/auc",), (0.5, "chance")),
-        ("Pair accuracy", ("prm/pair_accuracy",), (0.5, "chance")),
-        ("Loss", ("prm/loss",)),
-        ("Gradient norm", ("prm/grad_norm",)),
-    )),
-    ("Policy", ("actor",), (
-        ("Loss", ("actor/loss",)),
-        ("Entropy (nats)", ("actor/entropy",)),
-        ("KL to reference (nats)", ("actor/kl",)),
-        ("Clip fraction", ("actor/clip_fraction",)),
-        ("Gradient norm", ("actor/grad_norm",)),
-    )),
-    ("Responses", ("response_length", "response", "prompt_length"), (
-        ("Length (tokens)", ("response_length/mean", "response_length/max")),
-    )),
-    ("Supervised warm start", ("sft",), (
-        ("Loss", ("sft/loss",)),
-        ("Gradient norm", ("sft/grad_norm",)),
-    )),
+    (
+        "Outcome",
+        ("critic", "eval"),
+        (
+            ("Accuracy", ("critic/score/mean", "eval/accuracy", "eval/greedy")),
+            ("Pass@k", ("eval/pass_at_8", "eval/pass_at_4", "eval/pass_at_2")),
+        ),
+    ),
+    (
+        "Process reward model",
+        ("prm",),
+        (
+            ("AUC", ("prm/auc",), (0.5, "chance")),
+            ("Pair accuracy", ("prm/pair_accuracy",), (0.5, "chance")),
+            ("Loss", ("prm/loss",)),
+            ("Gradient norm", ("prm/grad_norm",)),
+        ),
+    ),
+    (
+        "Policy",
+        ("actor",),
+        (
+            ("Loss", ("actor/loss",)),
+            ("Entropy (nats)", ("actor/entropy",)),
+            ("KL to reference (nats)", ("actor/kl",)),
+            ("Clip fraction", ("actor/clip_fraction",)),
+            ("Gradient norm", ("actor/grad_norm",)),
+        ),
+    ),
+    (
+        "Responses",
+        ("response_length", "response", "prompt_length"),
+        (("Length (tokens)", ("response_length/mean", "response_length/max")),),
+    ),
+    (
+        "Supervised warm start",
+        ("sft",),
+        (
+            ("Loss", ("sft/loss",)),
+            ("Gradient norm", ("sft/grad_norm",)),
+        ),
+    ),
 )
 PARTS = ("gen", "verify", "step")  # the phases of one iteration; other timing_s/ names follow them
 NAMES = {"lr": "Learning rate", "grad_norm": "Gradient norm", "auc": "AUC", "kl": "KL"}

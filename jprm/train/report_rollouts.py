@@ -71,11 +71,18 @@ def embedded(row: dict) -> dict:
     steps = row.get("step_of_token") if isinstance(row.get("step_of_token"), list) else []
     scores = row.get("step_scores")
     out = {
-        "row": row.get("row"), "prompt_id": row.get("prompt_id"), "prompt": _text(row.get("prompt"))[:20_000],
-        "answer": _text(row.get("answer"))[:2_000], "verdict": verdict(row), "outcome": finite(row.get("outcome")),
-        "stop": _text(row.get("stop")), "tokens": tokens[:n], "cut": len(tokens) - n,
+        "row": row.get("row"),
+        "prompt_id": row.get("prompt_id"),
+        "prompt": _text(row.get("prompt"))[:20_000],
+        "answer": _text(row.get("answer"))[:2_000],
+        "verdict": verdict(row),
+        "outcome": finite(row.get("outcome")),
+        "stop": _text(row.get("stop")),
+        "tokens": tokens[:n],
+        "cut": len(tokens) - n,
         "steps": [-1 if (s := _integer(step)) is None else s for step in [*steps[:n], *[None] * (n - len(steps))]],
-        "rewards": _numbers(row.get("token_rewards"), n), "returns": _numbers(row.get("returns"), n),
+        "rewards": _numbers(row.get("token_rewards"), n),
+        "returns": _numbers(row.get("returns"), n),
         "advantages": _numbers(row.get("advantages"), n),
         "scores": _numbers(scores, len(scores)) if isinstance(scores, list) else None,
         "first_error": _integer(row.get("first_error")),
@@ -99,11 +106,15 @@ def _iterations(files: list[tuple[Path, int]], most: int) -> tuple[list[dict], i
             if kept:
                 step = _integer(group[0].get("step"))
                 verdicts = [verdict(row) for row in group]
-                out.append({
-                    "step": step if step is not None else path.stem, "phase": phase, "total": len(group),
-                    "counts": {name: verdicts.count(name) for name in ("correct", "wrong", "unknown", "filler")},
-                    "rows": [embedded(row) for row in group[:kept]],
-                })
+                out.append(
+                    {
+                        "step": step if step is not None else path.stem,
+                        "phase": phase,
+                        "total": len(group),
+                        "counts": {name: verdicts.count(name) for name in ("correct", "wrong", "unknown", "filler")},
+                        "rows": [embedded(row) for row in group[:kept]],
+                    }
+                )
     return out, bad
 
 

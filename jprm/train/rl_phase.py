@@ -30,22 +30,56 @@ def step_spec(run: Run) -> StepSpec:
     _one_of("old_logp", r.old_logp, ("recompute", "behavior"))
     _one_of("kl_in", r.kl_in, ("loss", "reward"))
     if p.balance not in ("batch", "none"):
-        raise UserError(f"balance {p.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch")
+        raise UserError(
+            f"balance {p.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch"
+        )
     return StepSpec(
-        window=run.config.sampling.max_new, prompts=r.prompts, shards=run.row_shards, temperature=run.config.sampling.temperature or 1.0,
-        band=(r.band_low, r.band_high), mask_uniform=r.mask_uniform, beta=p.beta, balance=p.balance == "batch", prm_order=r.prm_order,
-        prm_rows=r.prm_rows, prm_minibatches=r.prm_minibatches, epochs=r.epochs, minibatches=r.minibatches, micro_batches=micro_batches(rows // r.minibatches, r.micro_batch),
-        prm_micro_batches=micro_batches(rows // r.prm_minibatches, r.micro_batch), old_logp=r.old_logp, clip=(r.clip_low, r.clip_high),
-        dual_clip=r.dual_clip or None, aggregation=r.aggregation, kl_coef=r.kl_coef, kl_kind=r.kl_kind, kl_in=r.kl_in,
-        entropy_coef=r.entropy_coef)  # fmt: skip
+        window=run.config.sampling.max_new,
+        prompts=r.prompts,
+        shards=run.row_shards,
+        temperature=run.config.sampling.temperature or 1.0,
+        band=(r.band_low, r.band_high),
+        mask_uniform=r.mask_uniform,
+        beta=p.beta,
+        balance=p.balance == "batch",
+        prm_order=r.prm_order,
+        prm_rows=r.prm_rows,
+        prm_minibatches=r.prm_minibatches,
+        epochs=r.epochs,
+        minibatches=r.minibatches,
+        micro_batches=micro_batches(rows // r.minibatches, r.micro_batch),
+        prm_micro_batches=micro_batches(rows // r.prm_minibatches, r.micro_batch),
+        old_logp=r.old_logp,
+        clip=(r.clip_low, r.clip_high),
+        dual_clip=r.dual_clip or None,
+        aggregation=r.aggregation,
+        kl_coef=r.kl_coef,
+        kl_kind=r.kl_kind,
+        kl_in=r.kl_in,
+        entropy_coef=r.entropy_coef,
+    )
 
 
 def make_advantage(config: Any) -> Callable[..., tuple]:
     r = config.rl
     return build_advantage(
-        estimator=r.estimator, outcome_weight=r.outcome_weight, outcome_gamma=r.outcome_gamma, ddof=r.ddof, eps=r.eps, process_weight=r.process_weight,
-        process_credit=r.process_credit, process_gamma=r.process_gamma, formula=r.formula, granularity=r.granularity, accumulate=r.accumulate, process_scale=r.process_scale,
-        scale_floor=r.scale_floor, contrast_only=r.mask_uniform, max_steps=config.prm.max_steps, whiten=r.whiten)  # fmt: skip
+        estimator=r.estimator,
+        outcome_weight=r.outcome_weight,
+        outcome_gamma=r.outcome_gamma,
+        ddof=r.ddof,
+        eps=r.eps,
+        process_weight=r.process_weight,
+        process_credit=r.process_credit,
+        process_gamma=r.process_gamma,
+        formula=r.formula,
+        granularity=r.granularity,
+        accumulate=r.accumulate,
+        process_scale=r.process_scale,
+        scale_floor=r.scale_floor,
+        contrast_only=r.mask_uniform,
+        max_steps=config.prm.max_steps,
+        whiten=r.whiten,
+    )
 
 
 class RLPhase:
@@ -106,4 +140,9 @@ def advance(state: TrainState, ok: jax.Array, metrics: dict[str, jax.Array], *ke
 
 def _one_of(key: str, found: str, allowed: tuple[str, ...]) -> None:
     if found not in allowed:
-        raise UserError(f"{key} {found!r}", expected=f"one of {', '.join(allowed)}", where=f"config.rl.{key}", fix=f"Set config.rl.{key}={allowed[0]}")
+        raise UserError(
+            f"{key} {found!r}",
+            expected=f"one of {', '.join(allowed)}",
+            where=f"config.rl.{key}",
+            fix=f"Set config.rl.{key}={allowed[0]}",
+        )

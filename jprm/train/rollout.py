@@ -21,7 +21,9 @@ from jprm.train.setup import Run
 def make_sampler(run: Run, sampling: Sampling, group: int) -> Callable[..., Samples]:
     """``draw(params, tokens_PxN, lengths_P, seed, iteration, first_row=0) -> Samples``, to be jitted."""
 
-    def draw(params: Params, tokens: jax.Array, lengths: jax.Array, seed: jax.Array, iteration: jax.Array, first_row: Any = 0) -> Samples:
+    def draw(
+        params: Params, tokens: jax.Array, lengths: jax.Array, seed: jax.Array, iteration: jax.Array, first_row: Any = 0
+    ) -> Samples:
         keys = row_keys(seed, iteration, tokens.shape[0] * group, first_row)
         return sample(params, run.cfg, tokens, lengths, keys, group=group, sampling=sampling)
 
@@ -34,16 +36,28 @@ def device_verifier(run: Run) -> Callable | None:
     return run.task.device_verifier(run.tokenizer) if wanted and run.task.device_verifier else None
 
 
-def to_rollouts(run: Run, s: Samples, outcome: jax.Array, known: jax.Array, group: int, lengths: jax.Array | None = None) -> Rollouts:
+def to_rollouts(
+    run: Run, s: Samples, outcome: jax.Array, known: jax.Array, group: int, lengths: jax.Array | None = None
+) -> Rollouts:
     """Samples and verdicts as `Rollouts`; ``lengths`` where stop strings have shortened the responses."""
     lengths = s.lengths if lengths is None else lengths
     position = jnp.arange(s.tokens.shape[1])
     action = (position >= s.prompt_lengths[:, None]) & (position < lengths[:, None])
     step, merged = step_ids(s.tokens, action, jnp.asarray(run.is_separator), run.config.prm.max_steps, jnp.asarray(run.is_stop))
     return Rollouts(
-        tokens=s.tokens, lengths=lengths, prompt_lengths=s.prompt_lengths, action=action, step=step, turn=jnp.where(action, 0, -1),
-        behavior_logp=s.logp, outcome=outcome, known=known, valid=jnp.ones(lengths.shape, bool),
-        columns={"merged_steps": merged, "stopped": s.stopped}, group=group)  # fmt: skip
+        tokens=s.tokens,
+        lengths=lengths,
+        prompt_lengths=s.prompt_lengths,
+        action=action,
+        step=step,
+        turn=jnp.where(action, 0, -1),
+        behavior_logp=s.logp,
+        outcome=outcome,
+        known=known,
+        valid=jnp.ones(lengths.shape, bool),
+        columns={"merged_steps": merged, "stopped": s.stopped},
+        group=group,
+    )
 
 
 def verify_on_host(run: Run, batch: PromptBatch, s: Samples, group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,8 +74,12 @@ def verify_on_host(run: Run, batch: PromptBatch, s: Samples, group: int) -> tupl
     ids = [tokens[r, prompt_lengths[r] : lengths[r]].tolist() for r in rows]
     verdicts = run.task.verify(problems, [texts[r] for r in rows], ids)
     if len(verdicts) != len(problems):
-        raise UserError(f"{len(verdicts)} verdicts for {len(problems)} responses", expected="one verdict per response, in order", where="config.task.verifier",
-                        fix="Return a list as long as the responses")
+        raise UserError(
+            f"{len(verdicts)} verdicts for {len(problems)} responses",
+            expected="one verdict per response, in order",
+            where="config.task.verifier",
+            fix="Return a list as long as the responses",
+        )
     outcome, known = np.zeros(R, np.float32), np.zeros(R, bool)
     for r, v in zip(rows, verdicts):
         known[r] = v.known and np.isfinite(v.score)

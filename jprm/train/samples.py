@@ -16,7 +16,8 @@ from jprm.train.state import Phase
 
 
 def write_samples(run: Run, phase: Phase, done: Iteration) -> None:
-    """Writes the first ``log.samples_rows`` rollouts of every ``log.samples_every``-th RL iteration, with rewards and advantages."""
+    """Writes the first ``log.samples_rows`` rollouts of every ``log.samples_every``-th RL iteration, with rewards and
+    advantages."""
     g, trace = run.config.log, done.trace
     if trace is None or not g.samples_every or (done.step - phase.start - 1) % g.samples_every:
         return
@@ -29,7 +30,15 @@ def write_samples(run: Run, phase: Phase, done: Iteration) -> None:
     arrays["stopped"] = fetch(rows.columns["stopped"])[:n]
     texts, _ = responses(run, arrays["tokens"], np.zeros(n, int), arrays["lengths"])
     problems = [done.prompts.problems[r // rows.group] for r in range(n)]
-    _write(run, done.step, "rl", [_row(run, done.step, "rl", r, problems[r], texts[r], arrays, run.task.first_error(problems[r], texts[r])) for r in range(n)])
+    _write(
+        run,
+        done.step,
+        "rl",
+        [
+            _row(run, done.step, "rl", r, problems[r], texts[r], arrays, run.task.first_error(problems[r], texts[r]))
+            for r in range(n)
+        ],
+    )
 
 
 def write_eval_samples(run: Run, step: int, scored: Scored) -> None:
@@ -40,26 +49,54 @@ def write_eval_samples(run: Run, step: int, scored: Scored) -> None:
     whole = scored.rollouts
     start = whole["prompt_lengths"][:n, None] + np.arange(run.config.sampling.max_new)
     cut = lambda x: np.take_along_axis(x[:n], np.minimum(start, x.shape[1] - 1), axis=1)
-    arrays = {"tokens": cut(whole["tokens"]), "step": cut(whole["step"]), "lengths": (whole["lengths"] - whole["prompt_lengths"])[:n],
-              "outcome": scored.outcome[:n], "known": scored.known[:n], "valid": np.ones(n, bool), "stopped": whole["stopped"][:n]}
+    arrays = {
+        "tokens": cut(whole["tokens"]),
+        "step": cut(whole["step"]),
+        "lengths": (whole["lengths"] - whole["prompt_lengths"])[:n],
+        "outcome": scored.outcome[:n],
+        "known": scored.known[:n],
+        "valid": np.ones(n, bool),
+        "stopped": whole["stopped"][:n],
+    }
     if scored.token_rewards is not None:
         arrays["token_rewards"] = scored.token_rewards[:n]
     truth = first_errors(run, scored)
-    _write(run, step, "eval", [_row(run, step, "eval", r, scored.problems[r // scored.group], scored.texts[r], arrays, truth[r]) for r in range(n)])
+    _write(
+        run,
+        step,
+        "eval",
+        [_row(run, step, "eval", r, scored.problems[r // scored.group], scored.texts[r], arrays, truth[r]) for r in range(n)],
+    )
 
 
-def _row(run: Run, step: int, phase: str, r: int, problem: Any, text: str, a: dict[str, np.ndarray], truth: int | None) -> dict[str, Any]:
+def _row(
+    run: Run, step: int, phase: str, r: int, problem: Any, text: str, a: dict[str, np.ndarray], truth: int | None
+) -> dict[str, Any]:
     n = int(a["lengths"][r])
     floats = lambda x: [round(float(v), 6) if np.isfinite(v) else None for v in x[r][:n]]
     steps = a["step"][r][:n].tolist()
     row = {
-        "step": step, "phase": phase, "row": r, "prompt_id": problem.index, "prompt": _text(problem.prompt), "response": text,
-        "tokens": [run.tokenizer.decode([i]) for i in a["tokens"][r][:n]], "outcome": float(a["outcome"][r]) if a["known"][r] else None,
-        "known": bool(a["known"][r]), "valid": bool(a["valid"][r]), "answer": problem.answer, "step_of_token": steps, "first_error": truth,
-        "stop": "eos" if a["stopped"][r] else "length"}  # fmt: skip
+        "step": step,
+        "phase": phase,
+        "row": r,
+        "prompt_id": problem.index,
+        "prompt": _text(problem.prompt),
+        "response": text,
+        "tokens": [run.tokenizer.decode([i]) for i in a["tokens"][r][:n]],
+        "outcome": float(a["outcome"][r]) if a["known"][r] else None,
+        "known": bool(a["known"][r]),
+        "valid": bool(a["valid"][r]),
+        "answer": problem.answer,
+        "step_of_token": steps,
+        "first_error": truth,
+        "stop": "eos" if a["stopped"][r] else "length",
+    }
     if "token_rewards" in a:
         row["token_rewards"] = floats(a["token_rewards"])
-        row["step_scores"] = [round(sum(x or 0.0 for x, s in zip(row["token_rewards"], steps) if s == k), 6) for k in range(max(steps, default=-1) + 1)]
+        row["step_scores"] = [
+            round(sum(x or 0.0 for x, s in zip(row["token_rewards"], steps) if s == k), 6)
+            for k in range(max(steps, default=-1) + 1)
+        ]
     if "advantages" in a:
         row |= {"advantages": floats(a["advantages"]), "returns": floats(a["process_returns"])}
     return row

@@ -1,4 +1,5 @@
-"""From a config to the things a run is made of: model shape, mesh, task, tokenizer. Every check that needs no device memory is here."""
+"""From a config to the things a run is made of: model shape, mesh, task, tokenizer. Every check that needs no device memory is
+here."""
 
 import dataclasses
 import math
@@ -87,9 +88,15 @@ def build(config: Any) -> Run:
     stops = tuple(sorted({*stop_ids(config.model.path or None, tokenizer), builder.end_id}))
     s = config.sampling
     if s.max_prompt < 1 or s.max_prompt + s.max_new > cfg.max_position_embeddings:
-        raise UserError(f"max_prompt + max_new = {s.max_prompt} + {s.max_new} tokens", expected=f"at most the model's {cfg.max_position_embeddings}, and a prompt",
-                        where="config.sampling", fix="Lower config.sampling.max_prompt or config.sampling.max_new")
-    sampling = Sampling(max_new=s.max_new, min_new=s.min_new, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, stop_ids=stops)
+        raise UserError(
+            f"max_prompt + max_new = {s.max_prompt} + {s.max_new} tokens",
+            expected=f"at most the model's {cfg.max_position_embeddings}, and a prompt",
+            where="config.sampling",
+            fix="Lower config.sampling.max_prompt or config.sampling.max_new",
+        )
+    sampling = Sampling(
+        max_new=s.max_new, min_new=s.min_new, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, stop_ids=stops
+    )
     check_layout(config, cfg, mesh)
     ids = np.zeros(cfg.vocab_size, bool)
     ids[list(stops)] = True
@@ -103,8 +110,12 @@ def _tokenizer(config: Any, task: Task) -> Any:
     if path:
         return load_tokenizer(path)
     if task.make_tokenizer is None:
-        raise UserError("no model and no tokenizer", expected=f"one of them: the task {config.task.name!r} brings no tokenizer", where="config.model.path",
-                        fix="Set config.model.path to a local model directory or .gguf file (or, from scratch, config.tokenizer.path)")
+        raise UserError(
+            "no model and no tokenizer",
+            expected=f"one of them: the task {config.task.name!r} brings no tokenizer",
+            where="config.model.path",
+            fix="Set config.model.path to a local model directory or .gguf file (or, from scratch, config.tokenizer.path)",
+        )
     return task.make_tokenizer()
 
 
@@ -113,19 +124,43 @@ def model_config(config: Any, tokenizer: Any) -> ModelConfig:
     m = config.model
     dtype = m.dtype if m.dtype != "auto" else ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype {m.dtype!r}", expected="auto, float32 or bfloat16", where="config.model.dtype", fix="Set config.model.dtype=auto")
+        raise UserError(
+            f"dtype {m.dtype!r}",
+            expected="auto, float32 or bfloat16",
+            where="config.model.dtype",
+            fix="Set config.model.dtype=auto",
+        )
     if m.remat not in REMAT:
-        raise UserError(f"remat {m.remat!r}", expected=f"one of {', '.join(REMAT)}", where="config.model.remat", fix="Set config.model.remat=none")
+        raise UserError(
+            f"remat {m.remat!r}",
+            expected=f"one of {', '.join(REMAT)}",
+            where="config.model.remat",
+            fix="Set config.model.remat=none",
+        )
     if m.path:
         cfg = load_config(m.path)
         check_weights(open_weights(m.path), cfg)
     else:
         if m.family not in ("llama", "qwen2"):
-            raise UserError(f"family {m.family!r}", expected="llama or qwen2", where="config.model.family", fix="Set config.model.family=llama")
+            raise UserError(
+                f"family {m.family!r}",
+                expected="llama or qwen2",
+                where="config.model.family",
+                fix="Set config.model.family=llama",
+            )
         cfg = ModelConfig(
-            family=m.family, vocab_size=len(tokenizer), hidden_size=m.hidden_size, intermediate_size=m.intermediate_size, num_layers=m.num_layers,
-            num_heads=m.num_heads, num_kv_heads=m.num_kv_heads, head_dim=m.head_dim, tie_word_embeddings=m.tie_word_embeddings,
-            qkv_bias=m.family == "qwen2", max_position_embeddings=m.max_position_embeddings)  # fmt: skip
+            family=m.family,
+            vocab_size=len(tokenizer),
+            hidden_size=m.hidden_size,
+            intermediate_size=m.intermediate_size,
+            num_layers=m.num_layers,
+            num_heads=m.num_heads,
+            num_kv_heads=m.num_kv_heads,
+            head_dim=m.head_dim,
+            tie_word_embeddings=m.tie_word_embeddings,
+            qkv_bias=m.family == "qwen2",
+            max_position_embeddings=m.max_position_embeddings,
+        )
     return cfg.replace(dtype=dtype, remat=m.remat, logits_chunk=m.logits_chunk, unroll=m.unroll)
 
 
@@ -143,13 +178,21 @@ def check_layout(config: Any, cfg: ModelConfig, mesh: Mesh) -> None:
         _check_rows(config.prm.batch_size, 1, config.prm.micro_batch, shards, "config.prm")
     if r.iterations:
         if r.prompts < 1 or r.group < 1 or r.oversample < 1:
-            raise UserError(f"prompts={r.prompts}, group={r.group}, oversample={r.oversample}", expected="at least 1 of each", where="config.rl",
-                            fix="Set config.rl.prompts, config.rl.group and config.rl.oversample to positive numbers")
+            raise UserError(
+                f"prompts={r.prompts}, group={r.group}, oversample={r.oversample}",
+                expected="at least 1 of each",
+                where="config.rl",
+                fix="Set config.rl.prompts, config.rl.group and config.rl.oversample to positive numbers",
+            )
         _check_rows(r.prompts * r.group, r.minibatches, r.micro_batch, shards, "config.rl")
         _check_rows(r.prompts * r.group, r.prm_minibatches, r.micro_batch, shards, "config.rl", key="prm_minibatches")
         if r.oversample > 1 and r.prompts % shards:
-            raise UserError(f"{r.prompts} prompts on {shards} row shards", expected=f"a multiple of {shards} where config.rl.oversample > 1",
-                            where="config.rl.prompts", fix=f"Set config.rl.prompts={math.ceil(r.prompts / shards) * shards}")
+            raise UserError(
+                f"{r.prompts} prompts on {shards} row shards",
+                expected=f"a multiple of {shards} where config.rl.oversample > 1",
+                where="config.rl.prompts",
+                fix=f"Set config.rl.prompts={math.ceil(r.prompts / shards) * shards}",
+            )
 
 
 def micro_batches(rows: int, micro_batch: int) -> int:
@@ -159,10 +202,17 @@ def micro_batches(rows: int, micro_batch: int) -> int:
 
 def _check_rows(rows: int, minibatches: int, micro_batch: int, shards: int, where: str, key: str = "minibatches") -> None:
     if rows % minibatches or (rows // minibatches) % shards:
-        raise UserError(f"{rows} rows in {minibatches} minibatches on {shards} row shards", expected=f"minibatches of a multiple of {shards} rows",
-                        where=f"{where}.{key}" if minibatches > 1 else where,
-                        fix=f"Make rows (prompts x group, or batch_size) a multiple of {minibatches * shards}")
+        raise UserError(
+            f"{rows} rows in {minibatches} minibatches on {shards} row shards",
+            expected=f"minibatches of a multiple of {shards} rows",
+            where=f"{where}.{key}" if minibatches > 1 else where,
+            fix=f"Make rows (prompts x group, or batch_size) a multiple of {minibatches * shards}",
+        )
     size = rows // minibatches
     if micro_batch and micro_batch < size and (size % micro_batch or micro_batch % shards):
-        raise UserError(f"micro_batch={micro_batch} of {size} rows on {shards} row shards", expected=f"a divisor of {size} that is a multiple of {shards}",
-                        where=f"{where}.micro_batch", fix=f"Set {where}.micro_batch=0 (all at once) or to such a number")
+        raise UserError(
+            f"micro_batch={micro_batch} of {size} rows on {shards} row shards",
+            expected=f"a divisor of {size} that is a multiple of {shards}",
+            where=f"{where}.micro_batch",
+            fix=f"Set {where}.micro_batch=0 (all at once) or to such a number",
+        )

@@ -34,8 +34,12 @@ def sft_batches(run: Run) -> SequenceBatches:
         return None if text is None else (problem.prompt, text, None)
 
     if all(demonstrate(problems[i], 0) is None for i in range(min(len(problems), 1000))):
-        raise UserError(f"task {run.task.name!r}, which has no demonstrations", expected="rows to imitate", where="config.sft.data",
-                        fix="Set config.sft.data to a file of prompt/response rows, or config.sft.steps=0")
+        raise UserError(
+            f"task {run.task.name!r}, which has no demonstrations",
+            expected="rows to imitate",
+            where="config.sft.data",
+            fix="Set config.sft.data to a file of prompt/response rows, or config.sft.steps=0",
+        )
     return SequenceBatches(problems, demonstrate, run.builder, **form)
 
 
@@ -47,14 +51,25 @@ def labelled_batches(run: Run) -> SequenceBatches:
     """
     config = run.config
     if not config.prm.data:
-        raise UserError("no data", expected="files of prompt/response/label rows", where="config.prm.data", fix="Set config.prm.data, or config.prm.steps=0")
+        raise UserError(
+            "no data",
+            expected="files of prompt/response/label rows",
+            where="config.prm.data",
+            fix="Set config.prm.data, or config.prm.steps=0",
+        )
     rows = read_labelled(config.prm.data)
     right = sum(row.label for row in rows)
     if right in (0, len(rows)):
-        raise UserError(f"{len(rows)} rows that are all labelled {int(right > 0)}", expected="right and wrong responses", where="config.prm.data",
-                        fix="Add rows of the other label: a reward model cannot learn from one kind")
+        raise UserError(
+            f"{len(rows)} rows that are all labelled {int(right > 0)}",
+            expected="right and wrong responses",
+            where="config.prm.data",
+            fix="Add rows of the other label: a reward model cannot learn from one kind",
+        )
     log.info("labelled rows: %d right, %d wrong", right, len(rows) - right)
-    return SequenceBatches(rows, _pair, run.builder, length=config.prm.max_length or run.length, seed=config.seed, where="config.prm.max_length")
+    return SequenceBatches(
+        rows, _pair, run.builder, length=config.prm.max_length or run.length, seed=config.seed, where="config.prm.max_length"
+    )
 
 
 def _pair(row: Pair, draw: int) -> tuple:

@@ -36,7 +36,8 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Iterations start < i <= end of a run, and the roles and optimizers they use (None: the role is absent, or does not learn)."""
+    """Iterations start < i <= end of a run, and the roles and optimizers they use (None: the role is absent, or does not
+    learn)."""
 
     name: str
     start: int
@@ -58,8 +59,12 @@ def make_phases(config: Any, cfg: ModelConfig) -> list[Phase]:
     with_prm, with_rl = rl.process_weight != 0, rl.iterations > 0
     sizes = {"sft": config.sft.steps, "prm": prm.steps, "rl": rl.iterations}
     if not any(sizes.values()) or min(sizes.values()) < 0:
-        raise UserError(", ".join(f"{k}: {v}" for k, v in sizes.items()) + " iterations", expected="at least one phase of positive length",
-                        where="config.{sft.steps, prm.steps, rl.iterations}", fix="Set config.rl.iterations, or one of the others, to a positive number")
+        raise UserError(
+            ", ".join(f"{k}: {v}" for k, v in sizes.items()) + " iterations",
+            expected="at least one phase of positive length",
+            where="config.{sft.steps, prm.steps, rl.iterations}",
+            fix="Set config.rl.iterations, or one of the others, to a positive number",
+        )
     phases, start = [], 0
     for name, size in sizes.items():
         if not size:
@@ -70,12 +75,21 @@ def make_phases(config: Any, cfg: ModelConfig) -> list[Phase]:
         if name == "rl":
             policy_tx = make_optimizer(rl.optimizer, cfg, size * rl.epochs * rl.minibatches, "config.rl.optimizer")
         if name == "prm" or (name == "rl" and with_prm and rl.prm_order != "none"):
-            prm_tx = make_optimizer(prm.optimizer, cfg, size * (rl.prm_minibatches if name == "rl" else 1), "config.prm.optimizer")
-        phases.append(Phase(
-            name, start, start + size, policy_tx, prm_tx,
-            has_policy=name != "prm" or with_rl,
-            has_prm=name == "prm" or (name == "rl" and with_prm),
-            has_reference=name == "prm" or (name == "rl" and (with_prm or rl.kl_coef > 0))))  # fmt: skip
+            prm_tx = make_optimizer(
+                prm.optimizer, cfg, size * (rl.prm_minibatches if name == "rl" else 1), "config.prm.optimizer"
+            )
+        phases.append(
+            Phase(
+                name,
+                start,
+                start + size,
+                policy_tx,
+                prm_tx,
+                has_policy=name != "prm" or with_rl,
+                has_prm=name == "prm" or (name == "rl" and with_prm),
+                has_reference=name == "prm" or (name == "rl" and (with_prm or rl.kl_coef > 0)),
+            )
+        )
         start += size
     return phases
 
@@ -85,8 +99,12 @@ def phase_of(phases: list[Phase], step: int) -> Phase:
     for p in phases:
         if p.start < step <= p.end:
             return p
-    raise UserError(f"a checkpoint of iteration {step}", expected=f"at most {phases[-1].end} iterations, as the config says", where="checkpoints/",
-                    fix="Raise the iterations of the last phase, or use a new workdir")
+    raise UserError(
+        f"a checkpoint of iteration {step}",
+        expected=f"at most {phases[-1].end} iterations, as the config says",
+        where="checkpoints/",
+        fix="Raise the iterations of the last phase, or use a new workdir",
+    )
 
 
 def abstract_state(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
@@ -101,14 +119,17 @@ def abstract_state(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
 
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return TrainState(
-        scalar, scalar,
+        scalar,
+        scalar,
         policy=learner(phase.policy_tx) if phase.has_policy else None,
         prm=learner(phase.prm_tx) if phase.has_prm else None,
-        reference=abstract_params(cfg, mesh, cfg.dtype) if phase.has_reference else None)  # fmt: skip
+        reference=abstract_params(cfg, mesh, cfg.dtype) if phase.has_reference else None,
+    )
 
 
 def state_shardings(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
-    """Where every array of the state lies. Steps are jitted with these as ``out_shardings``: left to the compiler, a state comes back
+    """Where every array of the state lies. Steps are jitted with these as ``out_shardings``: left to the compiler, a state
+    comes back
     with shardings that are spelled (or are) others, and the next call compiles the whole step once more."""
     return jax.tree.map(lambda x: x.sharding, abstract_state(phase, cfg, mesh))
 
@@ -138,4 +159,5 @@ def enter(phase: Phase, state: TrainState, cfg: ModelConfig, mesh: Mesh, prm_par
     return state.replace(
         policy=fresh(policy.params, phase.policy_tx) if phase.has_policy else None,
         prm=prm if phase.has_prm else None,
-        reference=reference if phase.has_reference else None)  # fmt: skip
+        reference=reference if phase.has_reference else None,
+    )

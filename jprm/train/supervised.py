@@ -58,9 +58,11 @@ def make_sft_step(cfg: ModelConfig, phase: Phase, micro_batches: int) -> Callabl
 
 
 def make_prm_step(cfg: ModelConfig, phase: Phase, micro_batches: int, *, beta: float, balance: bool) -> Callable[..., tuple]:
-    """``step(state, rows) -> (state, ok, metrics)`` of the implicit PRM: cross-entropy of labels under sigma(beta x sum of log-ratios).
+    """``step(state, rows) -> (state, ok, metrics)`` of the implicit PRM: cross-entropy of labels under sigma(beta x sum of
+    log-ratios).
 
-    Reference log-probs come with the rows, or are computed here: by the same function at the same shapes either way, so that a PRM
+    Reference log-probs come with the rows, or are computed here: by the same function at the same shapes either way, so that a
+    PRM
     equal to its reference scores exactly 0.
     """
 
@@ -80,7 +82,9 @@ def make_prm_step(cfg: ModelConfig, phase: Phase, micro_batches: int, *, beta: f
         g = gradient(loss, state.prm.params, (rows, reference, usable, weight), micro_batches)
         prm, ok, stats = apply(phase.prm_tx, state.prm, g, jnp.bool_(True))
         hit, pairs = implicit.auc(g.rows, rows.labels, usable)
-        quotients = {k: s / jnp.maximum(w, 1.0) for k, (s, w) in g.metrics.items()} | {"auc": jnp.where(pairs > 0, hit / jnp.maximum(pairs, 1.0), jnp.nan)}
+        quotients = {k: s / jnp.maximum(w, 1.0) for k, (s, w) in g.metrics.items()} | {
+            "auc": jnp.where(pairs > 0, hit / jnp.maximum(pairs, 1.0), jnp.nan)
+        }
         return state.replace(prm=prm), ok, {f"prm/{k}": v for k, v in (stats | quotients).items()}
 
     return step

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jprm.model.hf_export import export_model
 from jprm.model.hf_config import read_hf_config
+from jprm.model.hf_export import export_model
 from jprm.model.spec import Params
 from jprm.train.metrics import METRICS, read_metrics
 from jprm.train.report import write_report
@@ -48,10 +48,18 @@ def export_role(run: Run, role: str, params: Params, target: Any) -> Any:
     if role == "prm":
         p = config.prm
         reference = path if path and not config.sft.steps else "../reference (the policy after its warm start)"
-        extra = {"kind": "implicit_prm", "beta": p.beta, "score_scale": p.score_scale, "reference": reference,
-                 "separator": config.task.separator or run.task.separator, "max_steps": p.max_steps}
+        extra = {
+            "kind": "implicit_prm",
+            "beta": p.beta,
+            "score_scale": p.score_scale,
+            "reference": reference,
+            "separator": config.task.separator or run.task.separator,
+            "max_steps": p.max_steps,
+        }
     source = read_hf_config(path) if path else None
-    return export_model(params, run.cfg, target, run.tokenizer, stop_ids=run.stop_ids, source_config=source, dtype=dtype, extra=extra)
+    return export_model(
+        params, run.cfg, target, run.tokenizer, stop_ids=run.stop_ids, source_config=source, dtype=dtype, extra=extra
+    )
 
 
 def summarise(run: Run) -> dict[str, float]:
@@ -67,8 +75,11 @@ def summarise(run: Run) -> dict[str, float]:
             if last is not first:
                 out[f"{name}_before"] = first[f"eval/{name}"]
             out[f"{name}_after"] = last[f"eval/{name}"]
-        out |= {key.removeprefix("eval/"): value for key, value in last.items()
-                if key.startswith("eval/") and key.removeprefix("eval/") not in (*pairs, "accuracy_stderr", "problems", "unknown")}  # fmt: skip
+        out |= {
+            key.removeprefix("eval/"): value
+            for key, value in last.items()
+            if key.startswith("eval/") and key.removeprefix("eval/") not in (*pairs, "accuracy_stderr", "problems", "unknown")
+        }
     out["iterations"] = max((r["step"] for r in rows), default=0)
     out["seconds"] = round(rows[-1]["time_s"], 1) if rows else 0.0
     return out

@@ -20,7 +20,8 @@ from jprm.model.sampling import Sampling, draw, log_distribution, row_keys
 from jprm.model.spec import init_params
 
 CFG = ModelConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
-PARAMS = jax.tree.map(lambda p: 8 * p if p.ndim > 1 else p, jax.jit(init_params, static_argnums=0)(CFG, jax.random.key(0)))  # far from uniform
+# far from uniform
+PARAMS = jax.tree.map(lambda p: 8 * p if p.ndim > 1 else p, jax.jit(init_params, static_argnums=0)(CFG, jax.random.key(0)))
 LENGTHS = jnp.array([5, 1, 3])
 PROMPTS = jnp.where(jnp.arange(5) < LENGTHS[:, None], jax.random.randint(jax.random.key(1), (3, 5), 1, 20), 0)
 GROUP, NEW = 4, 7
@@ -223,7 +224,8 @@ def test_bfloat16_caches_in_bfloat16():
 
 
 def test_the_cache_is_updated_in_place():
-    """Growing the window grows the program's temporaries by the cache and by what attention reads of one layer: there is no second
+    """Growing the window grows the program's temporaries by the cache and by what attention reads of one layer: there is no
+    second
     cache, as restacking it through the layer loop or a copy in the decoding loop would need."""
     rows, cfg = 8, CFG.replace(num_layers=3)
     params = jax.eval_shape(lambda k: init_params(cfg, k), jax.random.key(0))

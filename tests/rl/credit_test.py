@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jprm.rl.compositions import build_advantage
 from jprm.rl.credit import (
     difference,
     group_prior,
@@ -16,7 +17,6 @@ from jprm.rl.credit import (
     suffix_sums,
     suffix_sums_reference,
 )
-from jprm.rl.compositions import build_advantage
 from jprm.rl.signal import signal
 from tests.rl.batches import GOLDEN_MASK, GOLDEN_Q, golden
 
@@ -95,7 +95,8 @@ def test_the_prior_of_a_row_does_not_know_its_own_outcome():
     flipped = row.replace(outcome=row.outcome.at[0].set(1 - row.outcome[0]))
     assert group_prior(row)[0] == group_prior(flipped)[0]
     assert group_prior(row)[1] != group_prior(flipped)[1]
-    np.testing.assert_allclose(group_prior(row), [(1 + 0.5) / 4, (2 + 0.5) / 4, (1 + 0.5) / 4, (2 + 0.5) / 4], rtol=1e-6)  # o = 1, 0, 1, 0
+    # o = 1, 0, 1, 0
+    np.testing.assert_allclose(group_prior(row), [(1 + 0.5) / 4, (2 + 0.5) / 4, (1 + 0.5) / 4, (2 + 0.5) / 4], rtol=1e-6)
 
 
 def test_the_advantage_of_a_critic_is_the_outcome_minus_the_value_before_the_token():

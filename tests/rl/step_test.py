@@ -24,7 +24,8 @@ BETA, CLIP = 0.5, 0.2
 TX = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)  # a rate in the state: another rate is no other program
 ADVANTAGE = dict(process_weight=1.0, scale_floor=1e-3, contrast_only=True, whiten=True)
 OUTCOME_ONLY = dict(whiten=True)
-# right answers per prompt: mixed, mixed, all right, mixed, all wrong, mixed; the first four are the batch, all six an oversampled one
+# right answers per prompt: mixed, mixed, all right, mixed, all wrong, mixed; the first four are the batch, all six an
+# oversampled one
 OUTCOMES = np.array([[1, 0, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]], np.float32)
 
 
@@ -58,7 +59,7 @@ def rollouts(prompts=(0, 1, 2, 3), seed=0) -> Rollouts:
     step = np.where(action, (at - prompt_lengths[:, None]) // 2, -1)
     ones = np.ones(len(rows), bool)
     found = Rollouts(*map(jnp.asarray, (tokens, lengths, prompt_lengths, action, step.astype(np.int32), np.where(action, 0, -1),
-                                        np.zeros(action.shape, np.float32), OUTCOMES[list(prompts)].ravel(), ones, ones)), columns={}, group=G)  # fmt: skip
+                                        np.zeros(action.shape, np.float32), OUTCOMES[list(prompts)].ravel(), ones, ones)), columns={}, group=G)
     logp = jnp.pad(logps(params(), found), ((0, 0), (0, 4)))  # from the window to positions
     index = jnp.maximum(jnp.arange(4 + N) - found.prompt_lengths[:, None], 0)
     return found.replace(behavior_logp=jnp.where(found.action, jnp.take_along_axis(logp, index, axis=1), 0.0))
@@ -79,7 +80,7 @@ def program(spec=(), advantage=tuple(ADVANTAGE.items()), prm=True):
 def step(spec={}, *, policy=None, prm=None, reference=None, batch=None, learn=True):
     """(policy, prm, ok, metrics, trace) of PRIME with these departures from the default step."""
     return program(tuple(spec.items()))(policy or learner(), prm or learner(), params() if reference is None else reference,
-                                        rollouts() if batch is None else batch, jnp.bool_(learn))  # fmt: skip
+                                        rollouts() if batch is None else batch, jnp.bool_(learn))
 
 
 def same(a, b, **tolerance):
@@ -166,7 +167,7 @@ def golden_run():
     _, _, _, m, _ = step(policy=learner(2), prm=learner(1))
     names = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/sampler_drift", "critic/advantages/max", "critic/advantages/rms",
              "critic/process_return_rms", "critic/outcome_return_rms", "critic/kept_prompts", "critic/score/mean", "prm/loss", "prm/grad_norm",
-             "prm/auc", "prm/pair_accuracy", "prm/max_return", "prm/abs_sum", "response_length/mean")  # fmt: skip
+             "prm/auc", "prm/pair_accuracy", "prm/max_return", "prm/abs_sum", "response_length/mean")
     return {k: round(float(m[k]), 6) for k in names}
 
 
@@ -233,7 +234,7 @@ def test_micro_batches_and_padding_change_nothing():
     a = step(policy=learner(2), prm=learner(1))
     r = rollouts()
     more = r.replace(tokens=pad(r.tokens, 3, 7), action=pad(r.action, 3, False), step=pad(r.step, 3, -1), turn=pad(r.turn, 3, -1),
-                     behavior_logp=pad(r.behavior_logp, 3, np.nan))  # fmt: skip
+                     behavior_logp=pad(r.behavior_logp, 3, np.nan))
     b = step({"micro_batches": 4, "prm_micro_batches": 2}, policy=learner(2), prm=learner(1), batch=more)
     same([mu(a[0]), mu(a[1])], [mu(b[0]), mu(b[1])], atol=1e-6)
     assert {k: float(v) for k, v in b[3].items()} == pytest.approx({k: float(v) for k, v in a[3].items()}, rel=1e-5, abs=1e-6, nan_ok=True)

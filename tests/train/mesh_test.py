@@ -1,4 +1,5 @@
-"""One program, any mesh: 8 virtual devices compute what one does; nothing large is replicated; nothing is compiled twice or copied."""
+"""One program, any mesh: 8 virtual devices compute what one does; nothing large is replicated; nothing is compiled twice or
+copied."""
 
 import dataclasses
 
@@ -47,7 +48,7 @@ def three_iterations(tmp_path_factory):
     def go(kind, shape):
         size = int(np.prod(shape))
         config = tiny_config("", **SETTINGS[kind], prm__data=(str(labelled),), model__num_heads=4, model__num_kv_heads=4, model__hidden_size=32,
-                             rl__group=8, **STEADY, mesh__data=shape[0], mesh__fsdp=shape[1], mesh__tensor=shape[2])  # fmt: skip
+                             rl__group=8, **STEADY, mesh__data=shape[0], mesh__fsdp=shape[1], mesh__tensor=shape[2])
         make_mesh, make_task = jax.make_mesh, setup.make_task
 
         def twenty_words(*args, **kwargs):

@@ -124,7 +124,8 @@ def test_a_lost_step_is_refused(prime):
 
 @pytest.mark.slow
 def test_killed_in_every_phase_and_told_to_stop(prime):
-    """In SFT before anything was saved, in SFT after that, at the border of the phases, by SIGTERM in RL, and in the last iteration."""
+    """In SFT before anything was saved, in SFT after that, at the border of the phases, by SIGTERM in RL, and in the last
+    iteration."""
     prime.kill("often", at=2, after=0)
     prime.kill("often", at=4, after=3)
     prime.kill("often", at=5, after=4)

@@ -9,7 +9,6 @@ import pytest
 from jprm.errors import UserError
 from jprm.train.flags import load_recipe
 from jprm.train.setup import build
-from jprm.train.state import make_phases
 
 ROWS = {
     "multiarith.jsonl": [{"input": f"Ann had {n} pens and lost 2. How many are left?", "target": n - 2} for n in range(3, 33)],
