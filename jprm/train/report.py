@@ -93,6 +93,7 @@ def collect(workdir: Path, max_rollouts: int = MAX_ROLLOUTS) -> dict:
     if rollouts["unreadable"]:
         notes.append(f"samples/: {rollouts['unreadable']:,} of the lines read could not be parsed.")
     series = curves.series_of(rows)
+    flat = curves.flat(series)
     return {
         "name": workdir.resolve().name,
         "phases": curves.phase_spans(rows),
@@ -101,7 +102,8 @@ def collect(workdir: Path, max_rollouts: int = MAX_ROLLOUTS) -> dict:
         "highlights": highlights(dict(config)),
         "config": config,
         "headline": headline(summary),
-        "groups": curves.panels_of(series),
+        "groups": curves.panels_of(key for key in series if key not in flat),
+        "flat": sorted(flat.values()),
         "series": series,
         "times": curves.phase_times(rows),
         "rollouts": rollouts,

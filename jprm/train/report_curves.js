@@ -211,6 +211,7 @@ function drawCurves() {
     }
     put(section, h("h3", {}, group.title), grid);
   }
+  if (DATA.flat.length) put(section, h("p", { class: "note" }, "Not drawn, as nothing moved or there are two evaluations at most: " + DATA.flat.join(", ") + "."));
   redraw();
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });

@@ -151,6 +151,24 @@ def series_of(rows: list[dict]) -> dict[str, dict]:
     return kept
 
 
+def flat(series: dict[str, dict]) -> dict[str, str]:
+    """Series that a curve would say nothing about, ``{key: what to say instead}``: one value throughout, or one or two evaluations.
+
+    Panels that a table names are drawn whatever they hold: their absence would be missed.
+    """
+    named = {key for _, _, panels in GROUPS for _, keys, *_ in panels for key in keys}
+    said = {}
+    for key, one in series.items():
+        values = [y for y in one["y"] if y is not None]
+        if key in named:
+            continue
+        if len(set(values)) == 1 and len(values) > 1:
+            said[key] = f"{key} {values[0]:g}"
+        elif key.startswith("eval/") and len(values) <= 2:
+            said[key] = f"{key} " + " \u2192 ".join(f"{v:g}" for v in values)
+    return said
+
+
 def panels_of(keys: Iterable[str]) -> list[dict]:
     """Sorts keys into titled groups of titled panels; nothing is left out, and a group or panel without a key is not there."""
     left = list(keys)

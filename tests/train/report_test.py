@@ -139,7 +139,8 @@ def test_page_holds_every_part_of_the_run(page):
     assert ("Task", "arithmetic") in [tuple(pair) for pair in data["highlights"]]
     assert ["rl.optimizer.lr", "0.0001"] in data["config"]
     drawn = {key for group in data["groups"] for panel in group["panels"] for key in panel["keys"]}
-    assert drawn == set(data["series"])
+    listed = {text.split(" ")[0] for text in data["flat"]}
+    assert drawn | listed == set(data["series"]) and not drawn & listed  # nothing is left out
     assert {"sft/loss", "critic/score/mean", "prm/auc", "actor/entropy", "actor/kl",
             "response_length/mean", "eval/greedy"} <= drawn
     assert not [name for name in page.parent.iterdir() if name.name.startswith(".report")]
@@ -349,3 +350,17 @@ def test_opens_offline_without_console_errors(which, request, tmp_path):
     if which == "page":
         assert body.count("<figure") == len([p for g in data_of(path)["groups"] for p in g["panels"]])
         assert 'class="tok pos"' in body and 'class="tok neg"' in body
+
+
+def test_curves_that_say_nothing_are_listed_not_drawn():
+    step = [1, 2, 3]
+    series = {
+        "critic/unknown": {"x": step, "y": [0.0, 0.0, 0.0]},
+        "critic/kept_prompts": {"x": step, "y": [0.5, 0.25, 0.5]},
+        "eval/majority_at_8": {"x": [0, 3], "y": [0.25, 0.5]},
+        "prm/loss": {"x": step, "y": [0.5, 0.5, 0.5]},  # a named panel: its absence would be missed
+    }
+    assert report_curves.flat(series) == {
+        "critic/unknown": "critic/unknown 0",
+        "eval/majority_at_8": "eval/majority_at_8 0.25 → 0.5",
+    }
