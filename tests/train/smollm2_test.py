@@ -12,6 +12,8 @@ from jprm.train.sources import prompt_batches, sft_batches
 from jprm.train.state import abstract_state, make_phases
 from tests.conftest import data_path, needs
 
+pytestmark = pytest.mark.slow  # a tokenizer of 49,152 entries, 1,975 problems
+
 
 @pytest.fixture(scope="module")
 def run():

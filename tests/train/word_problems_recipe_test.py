@@ -36,7 +36,7 @@ def test_without_the_package_it_says_what_to_install(folder, monkeypatch, caplog
     assert error.value.where == "config.model.path" and error.value.fix.startswith("Set config.model.path")
 
 
-def test_what_the_issue_of_a_real_run_asks_for(folder):
+def test_it_keeps_to_the_size_of_the_recorded_run(folder):
     config = load_recipe(f"smollm2_word_problems:{folder}")
     assert config.sampling.max_prompt + config.sampling.max_new <= 192
     assert (config.rl.prompts, config.rl.group, config.checkpoint.every) == (8, 4, 5) and config.rl.iterations >= 20
