@@ -84,7 +84,7 @@ def make_task(config: Any, *, seed: int = 0) -> Task:
     if kind == "arithmetic" and not rest:
         from jprm.tasks.arithmetic import arithmetic_task
 
-        return arithmetic_task(task_options(config), seed=seed, separator=config.get("separator"))
+        return _judged_by(config, arithmetic_task(task_options(config), seed=seed, separator=config.get("separator")))
     if kind == "file" and not rest:
         from jprm.tasks.files import file_task
 
@@ -92,7 +92,7 @@ def make_task(config: Any, *, seed: int = 0) -> Task:
     if kind == "reasoning_gym":
         from jprm.tasks.reasoning_gym import reasoning_gym_task
 
-        return reasoning_gym_task(rest, task_options(config), config, seed=seed)
+        return _judged_by(config, reasoning_gym_task(rest, task_options(config), config, seed=seed))
     near = difflib.get_close_matches(config.name, ["arithmetic", "file", "reasoning_gym:chain_sum"], n=1, cutoff=0.0)
     raise UserError(
         f"task name {config.name!r}",
@@ -100,6 +100,27 @@ def make_task(config: Any, *, seed: int = 0) -> Task:
         where="config.task.name",
         fix=f"Set config.task.name={near[0]!r}",
     )
+
+
+def _judged_by(config: Any, task: Task) -> Task:
+    """The same task with the verifier that `config.verifier` names; "auto" leaves it its own."""
+    name = config.get("verifier") or "auto"
+    if name == "auto":
+        return task
+    from jprm.tasks.verifiers import make_verifier
+
+    timeout_s, workers = config.get("verifier_timeout_s", 5.0), config.get("verifier_workers", 1)
+    try:
+        verify, close = make_verifier(name, timeout_s=timeout_s, workers=workers, counts=task.counts)
+    except BaseException:
+        task.close()
+        raise
+
+    def close_both() -> None:
+        close()
+        task.close()
+
+    return dataclasses.replace(task, verify=verify, device_verifier=None, close=close_both)
 
 
 def task_options(config: Any) -> dict[str, Any]:

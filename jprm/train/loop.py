@@ -15,8 +15,8 @@ from jprm.rl.learner import Learner
 from jprm.train import checkpoint, exits
 from jprm.train.evaluation import Evaluator
 from jprm.train.example import marked_example
-from jprm.train.metrics import METRICS, MetricsWriter, RunLog, read_metrics
-from jprm.train.phases import Iteration, make_program
+from jprm.train.metrics import METRICS, EarlyLog, MetricsWriter, RunLog, read_metrics
+from jprm.train.phases import Iteration, Program, make_program
 from jprm.train.progress import Progress
 from jprm.train.prompts import replicated
 from jprm.train.same_run import check_same_run
@@ -47,18 +47,24 @@ def run(config: Any) -> int:
     progress_made = {"step": 0, "last_checkpoint": None}
     workdir = None
     try:
-        run = build(config)
-        phases = make_phases(config, run.cfg)
-        workdir = prepare_workdir(run)
-        largest = max((abstract_state(phase, run.cfg, run.mesh) for phase in phases), key=checkpoint.state_bytes)
-        check_space(workdir / "checkpoints", largest, config.checkpoint.keep)
-        with RunLog(workdir), exits.StopSignals() as signals, jax.set_mesh(run.mesh):
+        with EarlyLog() as early:
+            run = build(config)
             try:
-                cause = train(run, phases, signals, progress_made)
-            except Exception as error:
-                if exits.cause_of(error) == "crash":
-                    log.exception("the run ended")
-                raise
+                phases = make_phases(config, run.cfg)
+                programs = {
+                    phase.name: make_program(run, phase) for phase in phases
+                }  # all data is read before anything is written
+                workdir = prepare_workdir(run)
+                largest = max((abstract_state(phase, run.cfg, run.mesh) for phase in phases), key=checkpoint.state_bytes)
+                check_space(workdir / "checkpoints", largest, config.checkpoint.keep)
+                with RunLog(workdir), exits.StopSignals() as signals, jax.set_mesh(run.mesh):
+                    early.hand_over()
+                    try:
+                        cause = train(run, phases, programs, signals, progress_made)
+                    except Exception as error:
+                        if exits.cause_of(error) == "crash":
+                            log.exception("the run ended")
+                        raise
             finally:
                 run.task.close()
         return exits.finish(workdir, cause, message="", **progress_made)
@@ -112,7 +118,7 @@ def prepare_workdir(run: Run) -> pathlib.Path:
     return workdir
 
 
-def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_made: dict) -> str:
+def train(run: Run, phases: list[Phase], programs: dict[str, Program], signals: exits.StopSignals, progress_made: dict) -> str:
     """All phases from wherever the run stands; returns the cause of its end (a key of ``exits.EXITS``)."""
     # ------------------------------------------------------------------------------------------------ where does the run stand?
     config, total = run.config, phases[-1].end
@@ -160,12 +166,20 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
                 )
             if step == phase.start and phase.name == "rl":
                 evaluate(step, state, thorough=True)
-            program = make_program(run, phase)
+            program = programs[phase.name]
             if step == 0:
                 progress.say(marked_example(run, phase.name, program, colour=sys.stderr.isatty()))
             progress.start(phase.name, phase.end - phase.start, step - phase.start)
             pending: Iteration | None = None
             while step < phase.end:
+                # Before the next iteration, not after the last: a run that was killed in between is evaluated when it goes on.
+                if (
+                    phase.name == "rl"
+                    and step > phase.start
+                    and config.eval.every
+                    and (step - phase.start) % config.eval.every == 0
+                ):
+                    evaluate(step, state, thorough=False)
                 done = program.iterate(state, step)
                 state, step = done.state, step + 1
                 if pending is not None:  # the device is busy with this iteration while the last one is written down
@@ -182,8 +196,6 @@ def train(run: Run, phases: list[Phase], signals: exits.StopSignals, progress_ma
                     saver.wait()
                     progress_made["last_checkpoint"] = saver.last_checkpoint
                     return signals.cause
-                if phase.name == "rl" and not last and config.eval.every and (step - phase.start) % config.eval.every == 0:
-                    evaluate(step, state, thorough=False)
 
         # -------------------------------------------------------------------------------------------- the end
         evaluate(total, state, thorough=True)

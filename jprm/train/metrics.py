@@ -156,6 +156,41 @@ class RunLog:
         logging.getLogger("jprm").setLevel(self._level)
 
 
+class EarlyLog(logging.Handler):
+    """Holds back what is logged before a run has a folder: which rows were dropped, say. Nothing of it is lost.
+
+    :meth:`hand_over` hands it to the handlers that are there by then (`RunLog`'s). Where there never is a folder, because the config is
+    refused, warnings go to the terminal.
+    """
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self._records: list[logging.LogRecord] = []
+        self.addFilter(lambda record: record.name.startswith("jprm"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def __enter__(self) -> "EarlyLog":
+        self._level = logging.getLogger("jprm").level
+        logging.getLogger("jprm").setLevel(logging.INFO)
+        logging.getLogger("jprm").addHandler(self)
+        return self
+
+    def hand_over(self) -> None:
+        logging.getLogger("jprm").removeHandler(self)
+        for record in self._records:
+            logging.getLogger(record.name).handle(record)
+        self._records.clear()
+
+    def __exit__(self, *exc) -> None:
+        logging.getLogger("jprm").removeHandler(self)
+        logging.getLogger("jprm").setLevel(self._level)
+        for record in self._records:
+            if record.levelno >= logging.WARNING:
+                logging.lastResort.handle(record)
+
+
 class _AboveTheBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)

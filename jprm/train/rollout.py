@@ -32,7 +32,7 @@ def make_sampler(run: Run, sampling: Sampling, group: int) -> Callable[..., Samp
 
 def device_verifier(run: Run) -> Callable | None:
     """The task's verifier as a JAX function, where it has one, it is wanted, and no text has to be looked at."""
-    wanted = run.config.task.verifier in ("auto", "device") and not run.config.sampling.stop_strings
+    wanted = run.config.task.verifier == "auto" and not run.config.sampling.stop_strings
     return run.task.device_verifier(run.tokenizer) if wanted and run.task.device_verifier else None
 
 

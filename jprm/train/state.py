@@ -128,9 +128,11 @@ def abstract_state(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
 
 
 def state_shardings(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
-    """Where every array of the state lies. Steps are jitted with these as ``out_shardings``: left to the compiler, a state
-    comes back
-    with shardings that are spelled (or are) others, and the next call compiles the whole step once more."""
+    """Where every array of the state lies. Steps are jitted with these as ``out_shardings``.
+
+    Left to the compiler, a state may come back elsewhere, or with shardings that are spelled in another way; then the next call is a
+    miss in jit's cache.
+    """
     return jax.tree.map(lambda x: x.sharding, abstract_state(phase, cfg, mesh))
 
 
