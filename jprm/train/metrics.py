@@ -159,8 +159,8 @@ class RunLog:
 class EarlyLog(logging.Handler):
     """Holds back what is logged before a run has a folder: which rows were dropped, say. Nothing of it is lost.
 
-    :meth:`hand_over` hands it to the handlers that are there by then (`RunLog`'s). Where there never is a folder, because the config is
-    refused, warnings go to the terminal.
+    :meth:`hand_over` gives it to the handlers that are there by then (`RunLog`'s). Where there never is a folder, because the
+    config is refused, warnings go to the terminal.
     """
 
     def __init__(self):

@@ -130,8 +130,8 @@ def abstract_state(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
 def state_shardings(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:
     """Where every array of the state lies. Steps are jitted with these as ``out_shardings``.
 
-    Left to the compiler, a state may come back elsewhere, or with shardings that are spelled in another way; then the next call is a
-    miss in jit's cache.
+    Left to the compiler, a state may come back elsewhere, or with shardings that are spelled in another way; then the next call
+    is a miss in jit's cache.
     """
     return jax.tree.map(lambda x: x.sharding, abstract_state(phase, cfg, mesh))
 

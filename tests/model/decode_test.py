@@ -105,8 +105,12 @@ def test_a_row_is_the_same_alone_and_in_a_batch():
 def test_a_group_shares_one_prefill(monkeypatch):
     shapes = []
     prefill_once = decode.prefill
-    monkeypatch.setattr(decode, "prefill", lambda p, c, tokens, *a, **k: shapes.append(tokens.shape) or prefill_once(p, c, tokens, *a, **k))
-    s = jax.eval_shape(lambda k: sample(PARAMS, CFG, PROMPTS, LENGTHS, k, group=4, sampling=Sampling(max_new=3)), row_keys(0, 0, 12))
+    monkeypatch.setattr(
+        decode, "prefill", lambda p, c, tokens, *a, **k: shapes.append(tokens.shape) or prefill_once(p, c, tokens, *a, **k)
+    )
+    s = jax.eval_shape(
+        lambda k: sample(PARAMS, CFG, PROMPTS, LENGTHS, k, group=4, sampling=Sampling(max_new=3)), row_keys(0, 0, 12)
+    )
     assert shapes == [(3, 5)] and s.tokens.shape == (12, 8)
     found = drawn(stop_ids=STOP)
     assert (found.tokens.reshape(3, 4, -1)[:, :, :5] * (jnp.arange(5) < LENGTHS[:, None, None]) == PROMPTS[:, None]).all()
@@ -168,7 +172,11 @@ def test_the_loop_ends_with_the_last_living_row(monkeypatch):
         return step(*args)
 
     monkeypatch.setattr(decode, "step", counted)
-    f = jax.jit(lambda k: sample(PARAMS, CFG, PROMPTS, LENGTHS, k, group=1, sampling=Sampling(max_new=50, stop_ids=(*STOP, *range(10, 17)))))
+    f = jax.jit(
+        lambda k: sample(
+            PARAMS, CFG, PROMPTS, LENGTHS, k, group=1, sampling=Sampling(max_new=50, stop_ids=(*STOP, *range(10, 17)))
+        )
+    )
     s = jax.block_until_ready(f(row_keys(0, 0, 3)))
     jax.effects_barrier()
     assert calls == list(range(1, int((s.lengths - s.prompt_lengths).max()))) and s.stopped.all()
@@ -219,7 +227,9 @@ def test_bfloat16_caches_in_bfloat16():
     cfg = CFG.replace(dtype="bfloat16")
     state = jax.eval_shape(lambda: prefill(PARAMS, cfg, PROMPTS, LENGTHS, capacity=9))
     assert {x.dtype for x in (*state.keys, *state.values)} == {jnp.dtype("bfloat16")}
-    s = jax.eval_shape(lambda k: sample(PARAMS, cfg, PROMPTS, LENGTHS, k, group=1, sampling=Sampling(max_new=2)), row_keys(0, 0, 3))
+    s = jax.eval_shape(
+        lambda k: sample(PARAMS, cfg, PROMPTS, LENGTHS, k, group=1, sampling=Sampling(max_new=2)), row_keys(0, 0, 3)
+    )
     assert s.logp.dtype == jnp.float32
 
 
@@ -258,7 +268,10 @@ def test_frequencies_are_the_probabilities():
 
 
 @settings(deadline=None, max_examples=100)
-@given(hnp.arrays(np.float32, (1, 11), elements=st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.3, 1.0])), st.floats(0, 1, exclude_max=True, width=32))
+@given(
+    hnp.arrays(np.float32, (1, 11), elements=st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.3, 1.0])),
+    st.floats(0, 1, exclude_max=True, width=32),
+)
 def test_a_token_without_mass_is_never_drawn(mass, uniform):
     if not mass.any():
         mass[0, 3] = 1.0
@@ -281,7 +294,9 @@ def test_ties_with_the_last_kept_token_are_kept():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("max_new", 0), ("min_new", -1), ("min_new", 9), ("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)])
+    "name, value",
+    [("max_new", 0), ("min_new", -1), ("min_new", 9), ("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)],
+)
 def test_refuses_numbers_out_of_range(name, value):
     with pytest.raises(UserError) as error:
         Sampling(**{"max_new": 8, name: value})

@@ -49,9 +49,21 @@ def whole(tmp_path_factory):
     """SFT, offline PRM and PRIME with evaluations, sample files, exports and all."""
     folder = tmp_path_factory.mktemp("whole")
     config = tiny_config(
-        folder / "run", sft=3, prm=3, rl=4, prm__data=(str(write_labelled(folder / "rows.jsonl")),), sft__optimizer__lr=0.02,
-        eval__problems=6, eval__batch=8, eval__samples=2, eval__pass_k=4, eval__every=2, log__samples_every=2, log__samples_rows=3,
-        rl__mask_uniform=True)  # fmt: skip
+        folder / "run",
+        sft=3,
+        prm=3,
+        rl=4,
+        prm__data=(str(write_labelled(folder / "rows.jsonl")),),
+        sft__optimizer__lr=0.02,
+        eval__problems=6,
+        eval__batch=8,
+        eval__samples=2,
+        eval__pass_k=4,
+        eval__every=2,
+        log__samples_every=2,
+        log__samples_rows=3,
+        rl__mask_uniform=True,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build", judged_by_a_coin)
         assert loop.run(config) == 0
@@ -68,10 +80,22 @@ def test_metrics_name_every_iteration_of_every_phase(whole):
     expected = {
         "sft": {"sft/loss", "sft/grad_norm"},
         "prm": {"prm/loss", "prm/grad_norm", "prm/auc"},
-        "rl": {"critic/score/mean", "response_length/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/clip_fraction", "actor/grad_norm",
-               "actor/sampler_drift", "prm/loss", "prm/auc", "prm/pair_accuracy", "timing_s/iteration"},
+        "rl": {
+            "critic/score/mean",
+            "response_length/mean",
+            "actor/loss",
+            "actor/kl",
+            "actor/entropy",
+            "actor/clip_fraction",
+            "actor/grad_norm",
+            "actor/sampler_drift",
+            "prm/loss",
+            "prm/auc",
+            "prm/pair_accuracy",
+            "timing_s/iteration",
+        },
         "eval": {"eval/accuracy", "eval/accuracy_stderr", "timing_s/eval"},
-    }  # fmt: skip
+    }
     for row in rows:
         assert not expected[row["phase"]] - {"actor/kl"} - row.keys(), row["phase"]
         assert all(v is None or isinstance(v, (int, float)) for k, v in row.items() if k != "phase")
@@ -182,7 +206,7 @@ def test_a_crash_is_told_and_logged(tmp_path, capfd, monkeypatch):
     )
 
 
-# ------------------------------------------------------------------------------------------------ refused before anything is written
+# ------------------------------------------------------------------------------------------------ refused in time
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path):
@@ -287,12 +311,24 @@ def test_a_verifier_with_the_wrong_count_ends_the_run(tmp_path, monkeypatch):
     assert e.found == "15 verdicts for 16 responses" and e.where == "config.task.verifier"
 
 
+HANGS = """
+import time
+
+def judge(completions, **kwargs):
+    text = completions[0]
+    if text.startswith("1"):
+        raise ValueError(text)
+    if text.startswith("2"):
+        time.sleep(60)
+    return [float(len(text) % 2)]
+"""
+
+
 @pytest.mark.slow
 def test_a_user_s_verifier_that_raises_or_hangs(tmp_path):
     """In a process of its own, by path; each such response is unknown, the others are judged."""
     path = tmp_path / "mine.py"
-    path.write_text("import time\n\ndef judge(completions, **kwargs):\n    text = completions[0]\n    if text.startswith('1'): raise ValueError(text)\n"
-                    "    if text.startswith('2'):\n        time.sleep(60)\n    return [float(len(text) % 2)]\n")  # fmt: skip
+    path.write_text(HANGS)
     config = tiny_config(
         tmp_path / "run", rl=2, task__verifier=f"{path}:judge", task__verifier_timeout_s=0.5, rl__group=8, **PLAIN
     )
@@ -322,8 +358,22 @@ def test_stop_strings_cut_text_and_ids_together(tmp_path, monkeypatch):
 
 def test_oversampling_keeps_the_prompts_that_teach(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "build", judged_by_a_coin)
-    assert loop.run(tiny_config(tmp_path / "run", rl=2, rl__oversample=2, rl__prompts=8, rl__group=2, rl__mask_uniform=True, rl__band_low=0.1,
-                                rl__band_high=0.9, **PLAIN)) == 0  # fmt: skip
+    assert (
+        loop.run(
+            tiny_config(
+                tmp_path / "run",
+                rl=2,
+                rl__oversample=2,
+                rl__prompts=8,
+                rl__group=2,
+                rl__mask_uniform=True,
+                rl__band_low=0.1,
+                rl__band_high=0.9,
+                **PLAIN,
+            )
+        )
+        == 0
+    )
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         passed = round(row["critic/kept_prompts"] * 16)
         kept = round(row["critic/labelled"]) // 2  # each of the 8 shards keeps one of its own two

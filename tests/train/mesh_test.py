@@ -47,8 +47,19 @@ def three_iterations(tmp_path_factory):
 
     def go(kind, shape):
         size = int(np.prod(shape))
-        config = tiny_config("", **SETTINGS[kind], prm__data=(str(labelled),), model__num_heads=4, model__num_kv_heads=4, model__hidden_size=32,
-                             rl__group=8, **STEADY, mesh__data=shape[0], mesh__fsdp=shape[1], mesh__tensor=shape[2])
+        config = tiny_config(
+            "",
+            **SETTINGS[kind],
+            prm__data=(str(labelled),),
+            model__num_heads=4,
+            model__num_kv_heads=4,
+            model__hidden_size=32,
+            rl__group=8,
+            **STEADY,
+            mesh__data=shape[0],
+            mesh__fsdp=shape[1],
+            mesh__tensor=shape[2],
+        )
         make_mesh, make_task = jax.make_mesh, setup.make_task
 
         def twenty_words(*args, **kwargs):

@@ -47,7 +47,9 @@ class Runs:
     def __call__(self, name: str, **plan) -> subprocess.CompletedProcess:
         """One process; ``plan`` as in resume_driver.py."""
         command, env = self.command(name)
-        done = subprocess.run(command, env=env | {"PLAN": json.dumps(plan)}, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=env | {"PLAN": json.dumps(plan)}, cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
         expected = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75}.get(plan.get("signal"), 0)
         assert done.returncode == expected, done.stdout + done.stderr
         return done
@@ -118,7 +120,9 @@ def test_a_lost_step_is_refused(prime):
     """`step` indexes data and keys: the loop looks at it before anything else."""
     prime.copy("killed", "without step")
     command, env = prime.command("without step")
-    done = subprocess.run(command, env=env | {"PLAN": '{"lose": ["step"]}'}, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=env | {"PLAN": '{"lose": ["step"]}'}, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 2 and "state.step = 0 in checkpoint 6" in done.stderr
 
 
@@ -131,7 +135,11 @@ def test_killed_in_every_phase_and_told_to_stop(prime):
     prime.kill("often", at=5, after=4)
     done = prime.kill("often", at=7, after=6, number=signal.SIGTERM)
     said = json.loads((prime.folder / "often" / "exit_report.json").read_text())
-    assert said["cause"] == "preempted" and said["resumable"] and said["step"] == int(pathlib.Path(said["last_checkpoint"]).name) == 8
+    assert (
+        said["cause"] == "preempted"
+        and said["resumable"]
+        and said["step"] == int(pathlib.Path(said["last_checkpoint"]).name) == 8
+    )
     assert "JPRM_EXIT cause=preempted step=8 resumable=yes" in done.stdout
     prime.kill("often", at=10, after=9)
     prime("often")
