@@ -33,7 +33,8 @@ def tiny(workdir):
     c.rl.mask_uniform = False
     c.prm.beta, c.prm.balance = 0.5, "none"
     c.prm.optimizer.lr = 1e-2
-    c.eval.problems, c.eval.samples, c.eval.batch, c.eval.pass_k = 16, 4, 8, 4
+    c.eval.problems, c.eval.samples, c.eval.batch, c.eval.pass_k = 64, 4, 16, 4
+    c.eval.first_error_rows = "policy"  # with one operation a demonstration has nothing to merge, and no error
     c.checkpoint.every, c.checkpoint.keep = SFT, 3
     c.log.tensorboard = False
     return c.lock()
