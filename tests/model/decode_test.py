@@ -280,6 +280,13 @@ def test_a_token_without_mass_is_never_drawn(mass, uniform):
     assert 0 <= token < 11 and mass[0, token] > 0
 
 
+def test_sums_that_round_apart_reach_no_token_without_mass():
+    """A block's mass, the total and the cumulative sums are added up in different orders; the tail of each row has no mass."""
+    mass = jax.random.uniform(jax.random.key(2), (500, 600)) * (jnp.arange(600) < 500)
+    token = jax.jit(lambda p: draw(jnp.log(p), jnp.full(500, np.nextafter(np.float32(1), np.float32(0))), block=4))(mass)
+    assert token.max() < 500 and (jnp.take_along_axis(mass, token[:, None], axis=1) > 0).all()
+
+
 @pytest.mark.parametrize("uniform, token", [(0.0, 1), (np.nextafter(np.float32(1), np.float32(0)), 9)])
 def test_the_ends_of_the_unit_interval(uniform, token):
     mass = np.zeros((1, 11), np.float32)
