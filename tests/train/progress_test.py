@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import re
+import select
 import termios
 import time
 
@@ -60,6 +61,14 @@ def test_how_often(clock, options, printed):
     assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
 
 
+def read_until(descriptor: int, end: str) -> str:
+    """What stands in a terminal's buffer up to and with ``end``; one read may return only a part of it."""
+    text = b""
+    while end.encode() not in text and select.select([descriptor], [], [], 10)[0]:
+        text += os.read(descriptor, 1 << 16)
+    return text.decode()
+
+
 @pytest.mark.parametrize("size", [(40, 140), (0, 140), (0, 0)], ids=str)
 def test_a_bar_on_a_terminal(size):
     leader, follower = pty.openpty()
@@ -71,8 +80,7 @@ def test_a_bar_on_a_terminal(size):
                 progress.update(step, METRICS, TIMINGS)
             progress.say("evaluated: accuracy .44")
             progress.start("eval", total=1)
-        os.set_blocking(leader, False)
-        text = os.read(leader, 1 << 16).decode()
+        text = read_until(leader, "eval 0/1")
     os.close(leader)
     last = re.findall(r"rl 3/3 \|█+\|  acc[^\r\n]*", text)[-1]
     assert "acc .41  prm auc .63" in last and "s/it" in last and "ETA 0s" in last and "gen .6 verify .0 step .7" in last
