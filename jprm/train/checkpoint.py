@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 def numbered(directory: epath.PathLike) -> list[epath.Path]:
     """Every folder that is named like a checkpoint, whole or not, newest first."""
-    directory = epath.Path(directory)
+    directory = manifest.absolute(directory)
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NUMBER.fullmatch(path.name)]

@@ -20,6 +20,11 @@ def is_object_store(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+    """The path as Orbax wants it: it refuses a relative one."""
+    return epath.Path(path) if is_object_store(path) else epath.Path(os.path.abspath(path))
+
+
 def files_under(directory: epath.PathLike) -> list[str]:
     """Relative POSIX paths of all files under `directory` except the manifest, sorted."""
     found, folders = [], [(epath.Path(directory), "")]

@@ -53,7 +53,7 @@ class Saver:
     def __init__(self, directory: epath.PathLike, *, keep: int, keep_every: int | None = None, resumed_from: int | None = None):
         if keep < 1:
             raise UserError(f"{keep}", expected="at least 1", where="config.checkpoint.keep", fix="Set config.checkpoint.keep=2")
-        self.directory = epath.Path(directory)
+        self.directory = manifest.absolute(directory)
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0
         self._failures_in_a_row = 0

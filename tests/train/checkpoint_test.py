@@ -104,6 +104,15 @@ def test_a_named_step(saved, template):
     assert e.value.found == "no checkpoint of step 7" and "000002" in e.value.expected
 
 
+def test_a_relative_folder(tmp_path, template, monkeypatch):
+    """The default workdir is one: runs/<name>."""
+    monkeypatch.chdir(tmp_path)
+    state = make_state(1)
+    with Saver("runs/x/checkpoints", keep=1) as saver:
+        saver.save(1, state, {})
+    assert_equal(restore("runs/x/checkpoints", lambda meta: template)[0], state)
+
+
 def test_nothing_there_is_none(tmp_path, template):
     assert checkpoint.restore(tmp_path / "checkpoints", lambda meta: template) is None
 
