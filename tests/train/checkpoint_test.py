@@ -110,7 +110,7 @@ def test_a_relative_folder(tmp_path, template, monkeypatch):
     state = make_state(1)
     with Saver("runs/x/checkpoints", keep=1) as saver:
         saver.save(1, state, {})
-    assert_equal(restore("runs/x/checkpoints", lambda meta: template)[0], state)
+    assert_equal(checkpoint.restore("runs/x/checkpoints", lambda meta: template)[0], state)
 
 
 def test_nothing_there_is_none(tmp_path, template):
