@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.sft.optimizer.lr, c.sft.optimizer.warmup = 1e-4, 8
 
     # The PRM as a critic: with 32 responses a round there is no room for rewards that may point the wrong way.
-    c.rl.iterations, c.rl.prompts, c.rl.group, c.rl.micro_batch = 26, 8, 4, 4
+    c.rl.iterations, c.rl.prompts, c.rl.group, c.rl.micro_batch = 20, 8, 4, 4
     c.rl.process_credit, c.rl.process_weight, c.rl.granularity = "baseline", 1.0, "step"
     c.rl.optimizer.lr = 1e-5
     c.rl.prm_rows, c.rl.prm_warmup = "all", 2  # groups that are all wrong say nothing to the policy, but something to the PRM
