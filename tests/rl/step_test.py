@@ -149,11 +149,11 @@ def test_the_policy_does_not_see_how_fast_the_prm_learns():
 
 def test_the_policy_sees_the_prm_only_as_rewards():
     """d(policy loss)/d(PRM) = 0, and rewards do reach the advantages."""
+    given = (params(), rollouts(), jnp.bool_(True))
+    policy = learner()
 
     def loss(p):
-        return program((("prm_order", "none"),))(learner(), Learner(p, ()), params(), rollouts(), jnp.bool_(True))[3][
-            "actor/loss"
-        ]
+        return program((("prm_order", "none"),))(policy, Learner(p, ()), *given)[3]["actor/loss"]
 
     assert all((g == 0).all() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params(1))))
     assert moved(step(prm=learner(1))[0].params, step(prm=learner(3))[0].params)
