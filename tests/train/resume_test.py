@@ -3,6 +3,7 @@
 Arrays of the last checkpoint and every row of metrics.jsonl (times aside) are compared. The processes see one device.
 """
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -87,8 +88,9 @@ class Runs:
 def prime(tmp_path_factory):
     """A run to its end, and one that was killed in its RL phase."""
     runs = Runs(tmp_path_factory.mktemp("prime"), **PRIME)
-    runs("whole")
-    runs.kill("killed", at=8, after=6)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # side by side: each needs little more than one core
+        for done in [pool.submit(runs, "whole"), pool.submit(runs.kill, "killed", at=8, after=6)]:
+            done.result()
     return runs
 
 
