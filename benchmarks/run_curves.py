@@ -35,6 +35,7 @@ def running_mean(values: np.ndarray, width: int) -> np.ndarray:
 def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
     """Six panels over iterations: losses, accuracy, the PRM, the policy, seconds by stage."""
     import matplotlib
+    import matplotlib.ticker
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -64,15 +65,15 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
         accuracy.errorbar(
             at, share, 1.96 * np.sqrt(share * (1 - share) / count), fmt="o", color=color, ms=5, capsize=3, lw=1.2, label=label
         )
-    accuracy.set_ylim(0, None)
-    accuracy.legend(frameon=False, fontsize=7.5)
+    accuracy.set_ylim(0, 1.45 * accuracy.get_ylim()[1])  # room for the legend
+    accuracy.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=2)
     accuracy.set_title("Accuracy (bars: 95 %)")
 
     steps, values = column(rows, "rl", "prm/auc")
     auc.axhline(0.5, color=MUTED, lw=0.8, ls=":")
     auc.plot(steps, values, ".", color=MUTED, ms=4)
     auc.plot(steps, running_mean(values, 8), color=BLUE, lw=1.5)
-    auc.set_title("PRM: AUC on the round's rollouts, before its update")
+    auc.set_title("PRM: AUC before each update")
 
     for axis, key, name in (
         (entropy, "actor/entropy", "Policy: entropy (nats a token)"),
@@ -87,21 +88,23 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
         values = np.nan_to_num(column(rows, "rl", f"timing_s/{key}")[1])
         seconds.bar(steps, values, bottom=below, color=color, width=0.8, label=key)
         below = below + values
-    seconds.legend(frameon=False, fontsize=7.5)
+    seconds.set_ylim(0, 1.25 * seconds.get_ylim()[1])
+    seconds.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=3)
     seconds.set_title("Seconds an iteration")
 
     for axis in axes.flat:
         axis.set_xlabel("iteration")
+        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         lo, hi = axis.get_xlim()
         for step in resumed:
             if lo <= step <= hi:
-                axis.axvline(step - 0.5, color=INK, lw=0.8, ls="--")
+                axis.axvline(step + 0.5, color=INK, lw=0.8, ls="--")
                 axis.annotate(
                     "resumed",
-                    (step - 0.5, 1),
+                    (step + 0.5, 0.02),
                     xycoords=("data", "axes fraction"),
                     rotation=90,
-                    va="top",
+                    va="bottom",
                     ha="right",
                     fontsize=7,
                     color=INK,
@@ -146,9 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workdir", type=pathlib.Path)
     parser.add_argument("picture", type=pathlib.Path)
+    parser.add_argument("--resumed", default="", help="checkpoints it went on from, to be marked: 95,100")
     args = parser.parse_args()
-    rows, resumed, _ = metrics_rows(args.workdir / "metrics.jsonl")
-    draw(rows, resumed, args.picture)
+    rows, _, _ = metrics_rows(args.workdir / "metrics.jsonl")
+    draw(rows, [int(step) for step in args.resumed.split(",") if step], args.picture)
     for name, value in summary(rows, args.workdir).items():
         print(f"{name:<20} {value}")
 
