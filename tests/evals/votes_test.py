@@ -53,6 +53,6 @@ def test_majority_accuracy_looks_at_the_chosen_sample():
 
 def test_best_of_n_takes_the_highest_score_and_the_earlier_of_equals():
     scores = np.array([[0.1, 0.9, 0.5], [2.0, 2.0, 1.0], [-3.0, -1.0, -2.0], [0.0, 0.0, 0.0]])
-    correct = np.array([[0, 1, 0], [0, 1, 1], [0, 1, 0], [1, 0, 0]], float)
+    correct = np.array([[1, 0, 1], [1, 0, 1], [0, 1, 0], [1, 0, 0]], float)
     assert best_of_n(scores, correct) == 0.75
-    assert best_of_n(np.where(correct > 0, 1.0, 0.0), correct) == 1.0
+    assert best_of_n(correct, correct) == 1.0
