@@ -41,6 +41,7 @@ def to_rollouts(
 ) -> Rollouts:
     """Samples and verdicts as `Rollouts`; ``lengths`` where stop strings have shortened the responses."""
     lengths = s.lengths if lengths is None else lengths
+    stopped = s.stopped | (lengths < s.lengths)
     position = jnp.arange(s.tokens.shape[1])
     action = (position >= s.prompt_lengths[:, None]) & (position < lengths[:, None])
     step, merged = step_ids(s.tokens, action, jnp.asarray(run.is_separator), run.config.prm.max_steps, jnp.asarray(run.is_stop))
@@ -55,7 +56,7 @@ def to_rollouts(
         outcome=outcome,
         known=known,
         valid=jnp.ones(lengths.shape, bool),
-        columns={"merged_steps": merged, "stopped": s.stopped},
+        columns={"merged_steps": merged, "stopped": stopped},
         group=group,
     )
 

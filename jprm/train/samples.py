@@ -75,6 +75,7 @@ def _row(
     n = int(a["lengths"][r])
     floats = lambda x: [round(float(v), 6) if np.isfinite(v) else None for v in x[r][:n]]
     steps = a["step"][r][:n].tolist()
+    cut = text != run.builder.decode_response(a["tokens"][r][:n], run.stop_ids)  # by a stop string, before what follows it
     row = {
         "step": step,
         "phase": phase,
@@ -89,7 +90,7 @@ def _row(
         "answer": problem.answer,
         "step_of_token": steps,
         "first_error": truth,
-        "stop": "eos" if a["stopped"][r] else "length",
+        "stop": "string" if cut else "eos" if a["stopped"][r] else "length",
     }
     if "token_rewards" in a:
         row["token_rewards"] = floats(a["token_rewards"])
