@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jprm.model.spec import abstract_params, count_params, forward_flops, named_specs
 from jprm.sharding.rules import sharding
 from jprm.train.checkpoint import state_bytes
+from jprm.train.evaluation import Evaluator
 from jprm.train.phases import Program, RLProgram, make_program
 from jprm.train.setup import Run, build
 from jprm.train.state import Phase, TrainState, abstract_state, make_phases
@@ -31,6 +32,8 @@ def run(config: Any) -> int:
         phases = make_phases(config, the_run.cfg)
         with jax.set_mesh(the_run.mesh):
             programs = [make_program(the_run, phase) for phase in phases]
+            if config.eval.problems and phases[-1].has_policy:
+                Evaluator(the_run)  # its problems are read and checked
             for line in report(the_run, phases, programs):
                 print(line)
     finally:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jprm.data.batches import PromptBatches, pad
+from jprm.errors import UserError
 from jprm.evals.first_error import chance_f1, f1, predict, tune_threshold
 from jprm.evals.votes import best_of_n, majority_accuracy, pass_at_k
 from jprm.model.decode import Samples
@@ -59,11 +60,24 @@ class Evaluator:
 
     A problem set that is no multiple of the batch is filled up with its first problems; the filler is dropped from every
     statistic.
+
+    Raises:
+      UserError: there is no held-out problem, or none that fits config.sampling.max_prompt.
     """
 
     def __init__(self, run: Run):
         self.run = run
         first = [run.task.eval[i] for i in range(min(run.config.eval.problems, len(run.task.eval)))]
+        if not first:
+            wanted = run.config.eval.problems > 0
+            raise UserError(
+                "no problem to evaluate on",
+                expected="at least one",
+                where="config.task.eval" if wanted else "config.eval.problems",
+                fix="Set config.task.eval or config.task.split_by_hash, or config.eval.problems=0 to train without evaluation"
+                if wanted
+                else "Set config.eval.problems=200",
+            )
         self._prompts = PromptBatches(first, run.builder, length=run.config.sampling.max_prompt, seed=0)
         self.problems = first if self._prompts.kept is None else [first[i] for i in self._prompts.kept]
         self._programs: dict[Any, Callable] = {}
@@ -122,7 +136,7 @@ class Evaluator:
                 outcome, known, lengths = verify_on_host(run, batch, s, group)
                 rollouts = to_rollouts(run, s, outcome, known, group, lengths)
             kept = {k: getattr(rollouts, k) for k in ("tokens", "prompt_lengths", "lengths", "step", "outcome", "known")} | {
-                "stopped": s.stopped
+                "stopped": rollouts.columns["stopped"]
             }
             if with_prm:
                 kept |= self._score(state.prm.params, state.reference, rollouts)

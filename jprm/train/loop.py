@@ -51,16 +51,16 @@ def run(config: Any) -> int:
             run = build(config)
             try:
                 phases = make_phases(config, run.cfg)
-                programs = {
-                    phase.name: make_program(run, phase) for phase in phases
-                }  # all data is read before anything is written
+                # All data is read before anything is written.
+                programs = {phase.name: make_program(run, phase) for phase in phases}
+                evaluator = Evaluator(run) if config.eval.problems and phases[-1].has_policy else None
                 workdir = prepare_workdir(run)
                 largest = max((abstract_state(phase, run.cfg, run.mesh) for phase in phases), key=checkpoint.state_bytes)
                 check_space(workdir / "checkpoints", largest, config.checkpoint.keep)
                 with RunLog(workdir), exits.StopSignals() as signals, jax.set_mesh(run.mesh):
                     early.hand_over()
                     try:
-                        cause = train(run, phases, programs, signals, progress_made)
+                        cause = train(run, phases, programs, evaluator, signals, progress_made)
                     except Exception as error:
                         if exits.cause_of(error) == "crash":
                             log.exception("the run ended")
@@ -118,7 +118,14 @@ def prepare_workdir(run: Run) -> pathlib.Path:
     return workdir
 
 
-def train(run: Run, phases: list[Phase], programs: dict[str, Program], signals: exits.StopSignals, progress_made: dict) -> str:
+def train(
+    run: Run,
+    phases: list[Phase],
+    programs: dict[str, Program],
+    evaluator: Evaluator | None,
+    signals: exits.StopSignals,
+    progress_made: dict,
+) -> str:
     """All phases from wherever the run stands; returns the cause of its end (a key of ``exits.EXITS``)."""
     # ------------------------------------------------------------------------------------------------ where does the run stand?
     config, total = run.config, phases[-1].end
@@ -128,7 +135,6 @@ def train(run: Run, phases: list[Phase], programs: dict[str, Program], signals: 
     metrics = MetricsWriter(run.workdir, resumed_from=resumed, tensorboard=config.log.tensorboard)
     evaluated = {row["step"] for row in read_metrics(run.workdir / METRICS) if row["phase"] == "eval"}
     saver = Saver(run.workdir / "checkpoints", keep=config.checkpoint.keep, resumed_from=resumed)
-    evaluator = Evaluator(run) if config.eval.problems and phases[-1].has_policy else None
     progress = Progress(interval_s=config.log.every_s)
     progress.say(f"{'resumed at iteration ' + str(step) if resumed else 'started'}: {run.workdir}")
 
@@ -183,15 +189,16 @@ def train(run: Run, phases: list[Phase], programs: dict[str, Program], signals: 
                 done = program.iterate(state, step)
                 state, step = done.state, step + 1
                 if pending is not None:  # the device is busy with this iteration while the last one is written down
+                    progress_made["step"] = pending.step
                     report(run, metrics, progress, phase, pending)
                 pending = done
                 stop = signals.stop_requested(step)
                 last = step == phase.end
                 if last or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                    progress_made["step"] = step
                     report(run, metrics, progress, phase, pending)
                     pending = None
                     save(step, state, phase)
-                progress_made["step"] = step
                 if stop:
                     saver.wait()
                     progress_made["last_checkpoint"] = saver.last_checkpoint
