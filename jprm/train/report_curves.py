@@ -152,7 +152,8 @@ def series_of(rows: list[dict]) -> dict[str, dict]:
 
 
 def flat(series: dict[str, dict]) -> dict[str, str]:
-    """Series that a curve would say nothing about, ``{key: what to say instead}``: one value throughout, or one or two evaluations.
+    """Series that a curve would say nothing about, ``{key: what to say instead}``: one value throughout, or one or two
+    evaluations.
 
     Panels that a table names are drawn whatever they hold: their absence would be missed.
     """
