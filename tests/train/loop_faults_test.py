@@ -57,7 +57,9 @@ def coin_on_the_host(config):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    config = tiny_config(tmp_path_factory.mktemp("finished") / "run", sft=2, sft__optimizer__lr=0.02)
+    config = tiny_config(
+        tmp_path_factory.mktemp("finished") / "run", sft=2, sft__optimizer__lr=0.02, eval__problems=4, eval__samples=2
+    )
     assert loop.run(config) == 0
     return loop.pathlib.Path(config.workdir), config
 
@@ -265,21 +267,27 @@ def test_what_is_not_finite_is_never_learnt(tmp_path, monkeypatch, kind):
 # ------------------------------------------------------------------------------------------------ ways to sample
 
 
-def test_oversampling_keeps_the_shapes_that_were_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "build", judged_by_a_coin)
+def watched(monkeypatch):
+    """The iterations of RL that will be run."""
     seen, iterate = [], phases.RLProgram.iterate
 
-    def watched(self, state, step):
-        done = iterate(self, state, step)
-        seen.append(
-            (done.prompts.tokens.shape, done.trace.rollouts.tokens.shape, done.trace.advantages.shape, len(done.batch_ids))
-        )
-        return done
+    def and_keep(self, state, step):
+        seen.append(iterate(self, state, step))
+        return seen[-1]
 
-    monkeypatch.setattr(phases.RLProgram, "iterate", watched)
+    monkeypatch.setattr(phases.RLProgram, "iterate", and_keep)
+    return seen
+
+
+def test_oversampling_keeps_the_shapes_that_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "build", judged_by_a_coin)
+    seen = watched(monkeypatch)
     sizes = dict(rl__prompts=8, rl__group=4, rl__oversample=2, rl__band_low=0.25, rl__band_high=0.75)
     assert loop.run(tiny_config(tmp_path / "run", rl=2, log__samples_every=1, **sizes)) == 0
-    assert seen == [((16, 4), (32, 10), (32, 10), 16)] * 2
+    for done in seen:
+        assert done.prompts.tokens.shape == (16, 4) and len(set(done.batch_ids)) == 16
+        assert done.trace.rollouts.tokens.shape == done.trace.advantages.shape == (32, 10)
+    assert len(seen) == 2
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(0 < row["critic/kept_prompts"] < 1 and row["actor/grad_norm"] > 0 and row["prm/grad_norm"] > 0 for row in rows)
 
@@ -287,6 +295,7 @@ def test_oversampling_keeps_the_shapes_that_were_asked_for(tmp_path, monkeypatch
 def test_a_stop_string_ends_what_is_learnt_from(tmp_path, monkeypatch):
     """The tokens of a response end with the one that completes the string; its text ends before it."""
     monkeypatch.setattr(loop, "build", coin_on_the_host)
+    traces = watched(monkeypatch)
     stops = ("=", "+", "12")
     same = dict(rl=1, log__samples_every=1, eval__problems=4, eval__samples=2, **PLAIN)
     assert loop.run(tiny_config(tmp_path / "whole", **same)) == 0
@@ -303,6 +312,10 @@ def test_a_stop_string_ends_what_is_learnt_from(tmp_path, monkeypatch):
         else:
             text = "".join(c["tokens"])
             assert any(text == c["response"] + s for s in stops) and c["stop"] == "string"
+    trace = traces[-1].trace
+    learnt = np.arange(10) < np.array([len(c["tokens"]) for c in cut])[:, None]
+    np.testing.assert_array_equal(trace.rollouts.action, learnt)
+    assert not np.asarray(trace.advantages)[~learnt].any() and np.asarray(trace.advantages)[learnt].any()
     held_out, before = (
         lines(tmp_path / "cut" / "samples" / "000000_eval.jsonl"),
         read_metrics(tmp_path / "cut" / "metrics.jsonl")[0],
