@@ -42,11 +42,12 @@ def newest(workdir):
     return jax.device_get(checkpoint.restore(workdir / "checkpoints", template)[0])
 
 
-def coin_on_the_host(config):
-    """The coin of `judged_by_a_coin`, thrown by a verifier that only the host can call."""
+def coin_on_the_host(config, seen=None):
+    """The coin of `judged_by_a_coin`, thrown by a verifier that only the host can call; ``seen`` gets the texts it is shown."""
     run = judged_by_a_coin(config)
 
     def verify(problems, responses, response_ids):
+        (seen if seen is not None else []).extend(responses)
         return [Verdict(float(sum(ids) % 2)) for ids in response_ids]
 
     return dataclasses.replace(run, task=dataclasses.replace(run.task, device_verifier=None, verify=verify))
@@ -137,13 +138,14 @@ def test_prompts_that_are_all_too_long(tmp_path, tokenizer_path):
     assert loop.run(config) == 0
 
 
-@pytest.mark.parametrize("text", ["", "\n\n"])
-def test_a_file_without_rows(tmp_path, tokenizer_path, text):
+@pytest.mark.parametrize("text, found", [("", "an empty file"), ("\n\n", "a file without rows")], ids=["empty", "blank"])
+def test_a_file_without_rows(tmp_path, tokenizer_path, text, found):
     config = from_file(tmp_path, tokenizer_path, SHORT)
     (tmp_path / "prompts.jsonl").write_text(text)
     with pytest.raises(UserError) as error:
         loop.run(config)
-    assert all(parts(error)) and ("prompts.jsonl" in error.value.where or error.value.where == "config.task.train")
+    assert error.value.found == found and all(parts(error))
+    assert error.value.where == str(tmp_path / "prompts.jsonl")
     assert not (tmp_path / "run").exists()
 
 
@@ -294,15 +296,20 @@ def test_oversampling_keeps_the_shapes_that_were_asked_for(tmp_path, monkeypatch
 
 def test_a_stop_string_ends_what_is_learnt_from(tmp_path, monkeypatch):
     """The tokens of a response end with the one that completes the string; its text ends before it."""
-    monkeypatch.setattr(loop, "build", coin_on_the_host)
+    shown = []
+    monkeypatch.setattr(loop, "build", lambda config: coin_on_the_host(config, shown))
     traces = watched(monkeypatch)
     stops = ("=", "+", "12")
-    same = dict(rl=1, log__samples_every=1, eval__problems=4, eval__samples=2, **PLAIN)
+    same = dict(rl=1, rl__prompts=8, log__samples_every=1, log__samples_rows=32, eval__problems=4, eval__samples=2, **PLAIN)
     assert loop.run(tiny_config(tmp_path / "whole", **same)) == 0
+    shown.clear()
     assert loop.run(tiny_config(tmp_path / "cut", sampling__stop_strings=stops, **same)) == 0
     whole, cut = (lines(tmp_path / name / "samples" / "000001.jsonl") for name in ("whole", "cut"))
     places = [min((w["response"].find(s) for s in stops if s in w["response"]), default=None) for w in whole]
     assert 2 <= sum(p is not None for p in places) < len(whole)
+    assert max(sum(s in w["response"] for s in stops) for w in whole) > 1  # the first of several counts
+    at_once = range(0, len(shown) - len(whole) + 1)
+    assert [c["response"] for c in cut] in [shown[i : i + len(whole)] for i in at_once]  # the verifier judges what is left
     for w, c, place in zip(whole, cut, places, strict=True):
         assert c["prompt"] == w["prompt"] and c["response"] == w["response"][:place]
         n = len(c["tokens"])
