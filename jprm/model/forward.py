@@ -4,12 +4,14 @@ Shapes in names: R rows, T tokens, D width, H query heads, K key/value heads, G 
 S key slots, L layers.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jprm.model.config import ModelConfig
+from jprm.model.dense import dense
 from jprm.model.spec import Params
 from jprm.sharding.rules import constrain
 
@@ -71,19 +73,27 @@ def block(layer: Params, cfg: ModelConfig, x_RxTxD: jax.Array, rope: tuple[jax.A
     """One decoder layer. ``attend(q, k, v) -> [R, T, H, Dh]`` decides what the keys are: this sequence, or a cache."""
     with jax.named_scope("attention"):
         h = rms_norm(x_RxTxD, layer["attn_norm"], cfg.rms_norm_eps)
-        q, k, v = (jnp.einsum("rtd,dhe->rthe", h, layer[n]) for n in "qkv")
+        q, k, v = (dense(h, layer[n]) for n in "qkv")
         if cfg.qkv_bias:
             q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
         mixed_RxTxHxDh = attend(rotate(q, rope), rotate(k, rope), v)
         x_RxTxD = x_RxTxD + jnp.einsum("rthe,hed->rtd", mixed_RxTxHxDh, layer["o"])
     with jax.named_scope("mlp"):
         h = rms_norm(x_RxTxD, layer["mlp_norm"], cfg.rms_norm_eps)
-        h_RxTxF = jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])
-        return x_RxTxD + h_RxTxF @ layer["down"]
+        return x_RxTxD + gated(dense(h, layer["gate"]), dense(h, layer["up"]), layer["down"])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gated(gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """``(silu(gate) * up) @ down``. The backward pass keeps the two products and computes what is elementwise again: keeping
+    all five wide arrays costs more, in time as in memory, than the exponential."""
+    return dense(jax.nn.silu(gate) * up, down)
 
 
 def embed(params: Params, tokens_RxT: jax.Array) -> jax.Array:
-    return params["embed"][tokens_RxT]
+    # Whole rows of the table first, as every matrix is gathered over fsdp before its use: looked up in slices of their width, the
+    # rows come out sharded by width and have to be replicated before they can be sharded by row.
+    return constrain(params["embed"], "vocab", None)[tokens_RxT]
 
 
 def head_weight(params: Params, cfg: ModelConfig) -> jax.Array:
