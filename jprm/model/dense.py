@@ -11,8 +11,8 @@ def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``x @ weight`` over the last axis of ``x`` and the first of ``weight``: [..., D] x [D, ...] -> [..., ...].
 
     Its own gradient, because autodiff always puts the cotangent first in the weight's gradient. XLA on CPUs lays the first
-    operand out transposed; where that is an MLP's gate, three times as wide as ``x``, the elementwise work before it is fused into
-    a strided copy, which took longer than the product itself. Here the narrower of the two goes first.
+    operand out transposed; where that is an MLP's gate, three times as wide as ``x``, the elementwise work before it is fused
+    into a strided copy, which took longer than the product itself. Here the narrower of the two goes first.
     """
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())))
 
