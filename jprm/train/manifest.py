@@ -60,8 +60,7 @@ def hash_files(directory: epath.PathLike, names: Iterable[str], flush: bool = Fa
 
 
 def write_manifest(directory: epath.PathLike, step: int, sums: dict[str, dict]) -> None:
-    """Writes `MANIFEST.json`; on a local disk flushes it and every folder of the checkpoint, so that a power cut keeps all or
-    nothing."""
+    """Writes `MANIFEST.json`; on a local disk flushes it and every folder of the checkpoint: a power cut keeps all or nothing."""
     directory = epath.Path(directory)
     text = json.dumps({"format": _FORMAT, "step": step, "files": sums}, indent=1, sort_keys=True)
     if is_object_store(directory):
