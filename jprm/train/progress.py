@@ -60,7 +60,7 @@ class Progress:
         Args:
           done: iterations of this phase done.
           metrics: the two or three numbers worth a look, by short name ("acc", "prm auc").
-          timings: as `Timers.collect` gives them; "timing_s/" is left out in print, "iteration" entirely.
+          timings: "timing_s/<name>" -> seconds; "timing_s/" is left out in print, "iteration" entirely.
         """
         if self._silent:
             return

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jprm.train.metrics import MetricsWriter, RunLog, cut_history, read_metrics
-from jprm.train.timing import Timers
 
 
 def write(workdir, steps, resumed_from=None, **options):
@@ -105,16 +104,3 @@ def test_run_log(tmp_path, capsys):
     assert "chatter" not in text and "after the run" not in text
     err = capsys.readouterr().err
     assert "WARNING: look here" in err and "started" not in err
-
-
-def test_timers_sum_and_restart():
-    timers = Timers()
-    for _ in range(2):
-        with timers("gen"):
-            pass
-    with pytest.raises(ValueError), timers("step"):
-        raise ValueError
-    first = timers.collect()
-    assert set(first) == {"timing_s/gen", "timing_s/step", "timing_s/iteration"}
-    assert 0 <= first["timing_s/gen"] + first["timing_s/step"] <= first["timing_s/iteration"]
-    assert set(timers.collect()) == {"timing_s/iteration"}
