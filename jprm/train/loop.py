@@ -1,8 +1,6 @@
 """`jprm train`: one loop for every job. SFT, offline PRM and RL are phases of it; each may have length 0."""
 
-import json
 import logging
-import pathlib
 import sys
 import time
 from typing import Any
@@ -24,6 +22,7 @@ from jprm.train.samples import write_eval_samples, write_samples
 from jprm.train.saver import Saver, check_space
 from jprm.train.setup import Run, build
 from jprm.train.state import Phase, TrainState, abstract_state, enter, make_phases, phase_of
+from jprm.train.workdir import WorkdirLock, prepare_workdir
 from jprm.train.wrap_up import wrap_up
 
 log = logging.getLogger(__name__)
@@ -41,11 +40,10 @@ def run(config: Any) -> int:
     Raises:
       UserError: whatever the user can mend; nothing has been overwritten then.
     """
-    jax.config.update("jax_transfer_guard_device_to_host", "allow")
     if config.log.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.log.compilation_cache)
     progress_made = {"step": 0, "last_checkpoint": None}
-    workdir = None
+    workdir, lock = None, WorkdirLock()
     try:
         with EarlyLog() as early:
             run = build(config)
@@ -54,7 +52,7 @@ def run(config: Any) -> int:
                 # All data is read before anything is written.
                 programs = {phase.name: make_program(run, phase) for phase in phases}
                 evaluator = Evaluator(run) if config.eval.problems and phases[-1].has_policy else None
-                workdir = prepare_workdir(run)
+                workdir = prepare_workdir(run, lock)
                 largest = max((abstract_state(phase, run.cfg, run.mesh) for phase in phases), key=checkpoint.state_bytes)
                 check_space(workdir / "checkpoints", largest, config.checkpoint.keep)
                 with RunLog(workdir), exits.StopSignals() as signals, jax.set_mesh(run.mesh):
@@ -75,47 +73,8 @@ def run(config: Any) -> int:
         if not isinstance(error, exits.Stop):  # its traceback is in run.log and on the terminal
             print(f"jprm: {type(error).__name__}: {error}", file=sys.stderr)
         return code
-
-
-def prepare_workdir(run: Run) -> pathlib.Path:
-    """Makes the run's folder, or recognises it as this run's own.
-
-    Raises:
-      UserError: it belongs to a run of another config, or cannot be written.
-    """
-    workdir, mine = run.workdir, run.config.to_dict()
-    stored = workdir / "config.json"
-    if stored.exists():
-        try:
-            theirs = json.loads(stored.read_text())
-        except ValueError as e:
-            raise UserError(
-                "no JSON",
-                expected="the config of the run",
-                where=str(stored),
-                fix="Use another config.workdir, or remove this folder",
-            ) from e
-        check_same_run(theirs, mine, where=str(workdir))
-    elif workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError(
-            "something that is no jprm run",
-            expected="a new or empty folder, or an earlier run of this config",
-            where=str(workdir),
-            fix="Give another config.workdir",
-        )
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            exits.clear_report(workdir)
-            stored.write_text(json.dumps(mine, indent=2) + "\n")
-    except OSError as e:
-        raise UserError(
-            f"a folder that cannot be written ({e.strerror})",
-            expected="a writable folder",
-            where=str(workdir),
-            fix="Give another config.workdir",
-        ) from e
-    return workdir
+    finally:
+        lock.release()  # after the exit report: the next run would find this one's otherwise
 
 
 def train(
@@ -141,14 +100,12 @@ def train(
     def save(step: int, state: TrainState, phase: Phase) -> None:
         saver.save(step, state, {"config": config.to_dict(), "phase": phase.name})
         metrics.flush()
-        progress_made["last_checkpoint"] = saver.last_checkpoint
 
     def evaluate(step: int, state: TrainState, *, thorough: bool) -> None:
         if step in evaluated or evaluator is None:
             return
         start = time.perf_counter()
-        # Until the PRM has learnt anything it is its reference: every score is 0, and numbers from it would be noise about
-        # nothing.
+        # Until the PRM has learnt anything it is its reference: every score is 0, its numbers would be noise about nothing.
         judged = step > phases[-1].start or config.prm.steps > 0 or bool(config.prm.path)
         numbers, scored = evaluator.measure(state, thorough=thorough, judged=judged)
         numbers["timing_s/eval"] = time.perf_counter() - start
@@ -163,15 +120,10 @@ def train(
             if step >= phase.end:
                 continue
             if step == phase.start:
-                state = enter(
-                    phase,
-                    state,
-                    run.cfg,
-                    run.mesh,
-                    run.load(config.prm.path) if phase.has_prm and config.prm.path and state.prm is None else None,
-                )
-            if step == phase.start and phase.name == "rl":
-                evaluate(step, state, thorough=True)
+                given = phase.has_prm and config.prm.path and state.prm is None
+                state = enter(phase, state, run.cfg, run.mesh, run.load(config.prm.path) if given else None)
+                if phase.name == "rl":
+                    evaluate(step, state, thorough=True)
             program = programs[phase.name]
             if step == 0:
                 progress.say(marked_example(run, phase.name, program, colour=sys.stderr.isatty()))
@@ -179,12 +131,8 @@ def train(
             pending: Iteration | None = None
             while step < phase.end:
                 # Before the next iteration, not after the last: a run that was killed in between is evaluated when it goes on.
-                if (
-                    phase.name == "rl"
-                    and step > phase.start
-                    and config.eval.every
-                    and (step - phase.start) % config.eval.every == 0
-                ):
+                due = config.eval.every and (step - phase.start) % config.eval.every == 0
+                if phase.name == "rl" and step > phase.start and due:
                     evaluate(step, state, thorough=False)
                 done = program.iterate(state, step)
                 state, step = done.state, step + 1
@@ -201,13 +149,11 @@ def train(
                     save(step, state, phase)
                 if stop:
                     saver.wait()
-                    progress_made["last_checkpoint"] = saver.last_checkpoint
                     return signals.cause
 
         # -------------------------------------------------------------------------------------------- the end
         evaluate(total, state, thorough=True)
         saver.wait()
-        progress_made["last_checkpoint"] = saver.last_checkpoint
         metrics.flush()
         progress.close()
         wrap_up(run, state)
@@ -219,7 +165,8 @@ def train(
             saver.wait()
         except Exception as error:
             log.error("the last save failed: %s", error)
-        progress_made["last_checkpoint"] = saver.last_checkpoint
+        finally:  # whatever ends the wait, a further Ctrl-C too
+            progress_made["last_checkpoint"] = saver.last_checkpoint
 
 
 def start_or_resume(run: Run, phases: list[Phase]) -> tuple[TrainState, int | None]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -62,7 +63,7 @@ def finished(tmp_path_factory):
         tmp_path_factory.mktemp("finished") / "run", sft=2, sft__optimizer__lr=0.02, eval__problems=4, eval__samples=2
     )
     assert loop.run(config) == 0
-    return loop.pathlib.Path(config.workdir), config
+    return pathlib.Path(config.workdir), config
 
 
 def test_a_finished_run_has_nothing_left_to_do(finished, monkeypatch, capsys):

@@ -5,9 +5,12 @@ import json
 import pathlib
 
 import jax.numpy as jnp
+import pytest
 from ml_collections import ConfigDict
 
+from jprm.errors import UserError
 from jprm.tasks.task import make_task
+from jprm.train import loop
 from jprm.train.config import default_config
 from jprm.train.setup import Run, build
 
@@ -60,3 +63,12 @@ def judged_by_a_coin(config) -> Run:
 
     run = build(config)
     return dataclasses.replace(run, task=dataclasses.replace(run.task, device_verifier=lambda tokenizer: verify))
+
+
+def refused(config: ConfigDict) -> UserError:
+    """The error that training by a config ends with; it has all its four parts."""
+    with pytest.raises(UserError) as error:
+        loop.run(config)
+    e = error.value
+    assert e.found and e.expected and e.where and e.fix
+    return e

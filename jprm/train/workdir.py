@@ -1,0 +1,154 @@
+"""The run's folder: whose it is, and one process that writes into it at a time."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import socket
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jprm.errors import UserError
+from jprm.train import checkpoint, exits
+from jprm.train.metrics import METRICS, TENSORBOARD
+from jprm.train.same_run import check_same_run
+from jprm.train.saver import set_aside
+from jprm.train.setup import Run
+
+CONFIG, LOCK = "config.json", "lock"
+_NEW = CONFIG + ".new"
+log = logging.getLogger(__name__)
+
+
+class WorkdirLock:
+    """Holds a workdir against a second process: two runs in one would write into each other's metrics and checkpoints.
+
+    The operating system's lock on `<workdir>/lock` (flock), which ends with the process, however that ends; what the file says is
+    only for people. A file system that cannot lock stops no run: a warning says so.
+    """
+
+    def __init__(self):
+        self._file = None
+
+    def acquire(self, workdir: os.PathLike) -> None:
+        """Takes the lock at once or not at all.
+
+        Raises:
+          UserError: another process has it.
+          OSError: the file cannot be opened or written.
+        """
+        file = open(os.path.join(workdir, LOCK), "a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(
+                    f"a run that is still going on ({holder})",
+                    expected="a workdir that no other process writes into",
+                    where=str(workdir),
+                    fix="Wait for that run or stop it, or give another config.workdir",
+                ) from error
+            log.warning("%s cannot be locked (%s): nothing keeps a second run out of it", workdir, error.strerror)
+            return
+        self._file = file
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+
+    def release(self) -> None:
+        """Lets the next one in. The file stays: removing it could take it from a process that is just opening it."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
+
+
+def prepare_workdir(run: Run, lock: WorkdirLock) -> pathlib.Path:
+    """Makes the run's folder, or recognises it as this run's own, and locks it. Process 0 looks and speaks for all.
+
+    A folder without a checkpoint holds nothing that another config would be mixed with. It takes the new config (a smaller
+    micro-batch after out-of-memory, say), and what the earlier start measured is renamed to `*.aside`.
+
+    Raises:
+      UserError: it belongs to a run of another config, another process writes into it, or it cannot be written.
+    """
+    refusal = None
+    if jax.process_index() == 0:
+        try:
+            _prepare(run, lock)
+        except UserError as error:
+            refusal = error
+    if jax.process_count() > 1:
+        refused = bool(np.max(multihost_utils.process_allgather(np.int32(refusal is not None))))
+        if refused and refusal is None:
+            refusal = UserError(
+                "a workdir that process 0 refused",
+                expected="the folder of this run, or a new one",
+                where=str(run.workdir),
+                fix="Do what the message of process 0 says",
+            )
+    if refusal is not None:
+        raise refusal
+    run.workdir.mkdir(parents=True, exist_ok=True)  # process i writes its log there
+    return run.workdir
+
+
+def _prepare(run: Run, lock: WorkdirLock) -> None:
+    workdir, config = run.workdir, run.config.to_dict()
+    starts_anew = _recognise(workdir, config)  # before anything is created: another's folder is left as it is
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(workdir)
+        exits.clear_report(workdir)
+        if starts_anew:
+            for path in (workdir / METRICS, workdir / "samples", workdir / TENSORBOARD):
+                if path.exists() and (path.is_dir() or path.stat().st_size):
+                    set_aside(path)
+        (workdir / _NEW).write_text(json.dumps(config, indent=2) + "\n")
+        os.replace(workdir / _NEW, workdir / CONFIG)  # a kill leaves the old one or the new one
+    except OSError as error:
+        raise UserError(
+            f"a folder that cannot be written ({error.strerror})",
+            expected="a writable folder",
+            where=str(workdir),
+            fix="Give another config.workdir",
+        ) from error
+
+
+def _recognise(workdir: pathlib.Path, config: dict) -> bool:
+    """True if the folder is of a run that another config may take over."""
+    stored = workdir / CONFIG
+    if not stored.exists():
+        if workdir.exists() and (not workdir.is_dir() or {p.name for p in workdir.iterdir()} - {LOCK, _NEW}):
+            raise UserError(
+                "something that is no jprm run",
+                expected="a new or empty folder, or an earlier run of this config",
+                where=str(workdir),
+                fix="Give another config.workdir",
+            )
+        return False
+    try:
+        theirs = json.loads(stored.read_text())
+    except ValueError as error:
+        raise UserError(
+            "no JSON",
+            expected="the config of the run",
+            where=str(stored),
+            fix="Use another config.workdir, or remove this folder",
+        ) from error
+    try:
+        check_same_run(theirs, config, where=str(workdir))
+        return False
+    except UserError:
+        if checkpoint.numbered(workdir / "checkpoints"):
+            raise
+    check_same_run(theirs, config, where=str(workdir), free=tuple(config))  # logs what changed
+    log.info("%s has no checkpoint: the run starts with the new config", workdir)
+    return True
