@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jprm.errors import UserError
+from jprm.errors import UserError, one_of
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +33,7 @@ class SequenceBuilder:
     """
 
     def __init__(self, tokenizer: Any, *, template: str = "auto", system: str = ""):
-        if template not in ("auto", "chat", "plain"):
-            raise UserError(
-                f"template {template!r}",
-                expected='"auto", "chat" or "plain"',
-                where="config.tokenizer.template",
-                fix='Set config.tokenizer.template="auto"',
-            )
+        one_of(template, ("auto", "chat", "plain"), where="config.tokenizer.template")
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if template == "chat" and not has_template:
             raise UserError(

@@ -2,8 +2,7 @@
 
 Four ways to score by steps are in print and rank differently, so each has a name:
 
-* ``single``: what a step adds, beta times the sum of its log-ratios; ``accumulative``: Q at its end, the sum over all steps so
-  far;
+* ``single``: what a step adds, beta times the sum of its log-ratios; ``accumulative``: Q at its end, the sum of all so far;
 * aggregated by ``min``, ``sum``, ``mean`` or ``last`` over the steps of the response.
 
 ``accumulative_last`` is the outcome score beta * S; so is ``single_sum``. beta scales scores; it changes no ranking under min,
@@ -15,7 +14,7 @@ References: Yuan et al. (arXiv 2412.01981), evaluation code: min and sum of both
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import UserError
+from jprm.errors import one_of
 from jprm.reward.implicit import step_rewards
 
 KINDS = ("single", "accumulative")
@@ -36,7 +35,7 @@ def step_scores(
       beta: of training, unless only the order matters.
       kind: ``single`` or ``accumulative``.
     """
-    _check("kind", kind, KINDS)
+    one_of(kind, KINDS, where="config.eval.first_error_score")
     single, exists = step_rewards(q_RxT, mask_RxT, step_RxT, max_steps, beta)
     return (single if kind == "single" else jnp.where(exists, jnp.cumsum(single, axis=1), 0.0)), exists
 
@@ -49,7 +48,7 @@ def aggregate(scores_RxS: jax.Array, exists_RxS: jax.Array, how: str = "min") ->
       exists_RxS: bool[R, S].
       how: ``min``, ``sum``, ``mean`` or ``last`` (the last existing step).
     """
-    _check("how", how, AGGREGATIONS)
+    one_of(how, AGGREGATIONS, where="jprm.reward.scores.aggregate.how")
     x = jnp.where(exists_RxS, scores_RxS, 0.0)
     n = jnp.sum(exists_RxS, axis=1)
     if how == "min":
@@ -73,7 +72,7 @@ def response_score(
       >>> [int(best_of_n(response_score(q, mask, step, 3, 1.0, name), 2)[0]) for name in ("single_min", "accumulative_sum")]
       [1, 0]
     """
-    _check("name", name, NAMES)
+    one_of(name, NAMES, where="config.eval.prm_score")
     kind, how = name.split("_")
     return aggregate(*step_scores(q_RxT, mask_RxT, step_RxT, max_steps, beta, kind), how)
 
@@ -81,10 +80,3 @@ def response_score(
 def best_of_n(scores: jax.Array, n: int) -> jax.Array:
     """i32[P]: which of the n neighbouring rows of each prompt scores highest; the first among equals."""
     return jnp.argmax(scores.reshape(-1, n), axis=1)
-
-
-def _check(what, found, allowed):
-    if found not in allowed:
-        raise UserError(
-            f"{what} {found!r}", expected=f"one of {', '.join(allowed)}", where="config.eval.prm_score", fix="Name one of them"
-        )

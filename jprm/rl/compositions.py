@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import UserError
+from jprm.errors import UserError, one_of
 from jprm.rl.credit import suffix_sum, value_baseline
 from jprm.rl.normalise import max_return, norm, rms, scale_to
 from jprm.rl.normalise import whiten as whiten_op
@@ -63,7 +63,7 @@ def outcome_channel(estimator: str = "grpo", *, weight=1.0, gamma: float = 1.0, 
     References:
       Shao et al. 2402.03300 (GRPO); Liu et al. 2503.20783 (Dr.GRPO); Ahmadian et al. 2402.14740 (RLOO).
     """
-    _check("estimator", estimator, OUTCOME_ESTIMATORS)
+    one_of(estimator, OUTCOME_ESTIMATORS, where="config.rl.estimator")
     ops: list[Op] = [
         norm("group", "loo" if estimator == "rloo" else "mean", "std" if estimator == "grpo" else "none", ddof=ddof, eps=eps)
     ]
@@ -109,10 +109,10 @@ def process_channel(
     References:
       Cui et al., PRIME (arXiv 2502.01456), and its code's RLOO estimator.
     """
-    _check("process_credit", credit, CREDITS)
-    _check("formula", formula, FORMULAS)
-    _check("granularity", granularity, GRANULARITIES)
-    _check("process_scale", scale, PROCESS_SCALES)
+    one_of(credit, CREDITS, where="config.rl.process_credit")
+    one_of(formula, FORMULAS, where="config.rl.formula")
+    one_of(granularity, GRANULARITIES, where="config.rl.granularity")
+    one_of(scale, PROCESS_SCALES, where="config.rl.process_scale")
     if granularity == "step" and not max_steps:
         raise UserError(
             f"max_steps={max_steps!r}",
@@ -243,13 +243,3 @@ def _metrics(rollouts, advantages, returns, granularity, max_steps):
         metrics["prm/max_return"] = max_return(rewards)
         metrics["prm/reward_rms"] = rms(rewards)
     return metrics
-
-
-def _check(key, found, allowed):
-    if found not in allowed:
-        raise UserError(
-            f"{key} {found!r}",
-            expected=f"one of {', '.join(allowed)}",
-            where=f"config.rl.{key}",
-            fix=f"Set config.rl.{key} to one of them",
-        )

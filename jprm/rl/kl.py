@@ -10,8 +10,7 @@ With :math:`d = \log\pi_\theta - \log\pi_{ref}` at a token sampled from :math:`\
 * E[grad k2] = grad KL(pi || ref), exactly;
 * E[grad k3] = grad KL(ref || pi), the other direction (``pi - ref`` on the logits).
 
-So: in the reward use k1; as a loss use k2 (or k3, knowing what it is). In the reward nothing is differentiated and only values
-matter.
+So: in the reward, where nothing is differentiated and only values matter, use k1; as a loss k2 (or k3, knowing what it is).
 
 References: Schulman, "Approximating KL divergence" (2020); the golden values in the test of this file were computed by hand.
 """
@@ -19,7 +18,7 @@ References: Schulman, "Approximating KL divergence" (2020); the golden values in
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import UserError
+from jprm.errors import one_of
 from jprm.rl.policy_loss import MAX_LOG_RATIO, aggregate
 
 KINDS = ("k1", "k2", "k3")
@@ -33,13 +32,7 @@ def kl_estimate(logp: jax.Array, ref_logp: jax.Array, mask: jax.Array, kind: str
     Raises:
       UserError: unknown kind.
     """
-    if kind not in KINDS:
-        raise UserError(
-            f"kind {kind!r}",
-            expected=f"one of {', '.join(KINDS)}",
-            where="config.rl.kl_kind",
-            fix="Set config.rl.kl_kind to one of them",
-        )
+    one_of(kind, KINDS, where="config.rl.kl_kind")
     d = jnp.where(mask, logp.astype(jnp.float32) - jax.lax.stop_gradient(ref_logp.astype(jnp.float32)), 0.0)
     if kind == "k1":
         return d

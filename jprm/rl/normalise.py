@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import UserError
+from jprm.errors import one_of
 from jprm.rl.credit import suffix_sums
 from jprm.rl.rollouts import Rollouts
 from jprm.rl.signal import Op, Signal, total
@@ -46,14 +46,9 @@ def norm(
     Returns:
       An op. A pool of one gives exactly 0 for every centred estimator.
     """
-    if center not in CENTERS and isinstance(center, str):
-        raise UserError(
-            f"center {center!r}", expected=f"one of {', '.join(CENTERS)}", where="jprm.rl.normalise.norm", fix="Name one"
-        )
-    if scale not in SCALES:
-        raise UserError(
-            f"scale {scale!r}", expected=f"one of {', '.join(SCALES)}", where="jprm.rl.normalise.norm", fix="Name one"
-        )
+    if isinstance(center, str):
+        one_of(center, CENTERS, where="jprm.rl.normalise.norm.center")
+    one_of(scale, SCALES, where="jprm.rl.normalise.norm.scale")
 
     def op(s: Signal, rollouts: Rollouts) -> Signal:
         mask = s.mask
@@ -124,17 +119,13 @@ def scale_to(
 
     Args:
       kind: ``max_return``: divide by :func:`max_return`, as PRIME's code does (there per worker; here over the batch, so the
-        result does not depend on the number of devices). ``rms``: make the signal's rms ``target``; one outlier row does not set
-        the scale.
+        result does not depend on the number of devices). ``rms``: make the signal's rms ``target``; one outlier does not set it.
       floor: least divisor. A PRM that still equals its reference emits rounding noise of 1e-5, and noise divided by its own size
         is a full signal; with a floor it stays small.
       eps: added to the divisor.
       target: for ``rms``: a number, or a channel whose own rms is matched (the process part to the outcome part).
     """
-    if kind not in ("max_return", "rms"):
-        raise UserError(
-            f"kind {kind!r}", expected="max_return or rms", where="jprm.rl.normalise.scale_to", fix="Name one of them"
-        )
+    one_of(kind, ("max_return", "rms"), where="jprm.rl.normalise.scale_to.kind")
 
     def op(s: Signal, rollouts: Rollouts) -> Signal:
         if kind == "max_return":

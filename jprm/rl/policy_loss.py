@@ -7,7 +7,7 @@ weights; the one division comes last. The mean of micro-batch means is another n
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import UserError
+from jprm.errors import UserError, one_of
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 MAX_LOG_RATIO = 20.0  # e^20 is finite in fp32 and already far beyond every clip
@@ -36,13 +36,7 @@ def aggregate(
     Raises:
       UserError: unknown aggregation, or ``constant`` missing.
     """
-    if aggregation not in AGGREGATIONS:
-        raise UserError(
-            f"aggregation {aggregation!r}",
-            expected=f"one of {', '.join(AGGREGATIONS)}",
-            where="config.rl.aggregation",
-            fix="Set config.rl.aggregation to one of them",
-        )
+    one_of(aggregation, AGGREGATIONS, where="config.rl.aggregation")
     if aggregation == "constant" and not constant:
         raise UserError(
             f"constant={constant!r}",

@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jprm.errors import UserError
+from jprm.errors import UserError, one_of
 from jprm.model.config import ModelConfig
 from jprm.model.spec import abstract_params, map_specs, param_shardings
 
@@ -19,13 +19,7 @@ def learning_rate(group: Any, updates: int, where: str) -> optax.Schedule:
     Raises:
       UserError: unknown schedule, or a warm-up as long as the phase.
     """
-    if group.schedule not in SCHEDULES:
-        raise UserError(
-            f"schedule {group.schedule!r}",
-            expected=f"one of {', '.join(SCHEDULES)}",
-            where=f"{where}.schedule",
-            fix=f"Set {where}.schedule=constant",
-        )
+    one_of(group.schedule, SCHEDULES, where=f"{where}.schedule")
     if group.warmup and group.warmup >= updates:
         raise UserError(
             f"warmup {group.warmup} of {updates} updates",

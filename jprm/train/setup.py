@@ -1,5 +1,4 @@
-"""From a config to the things a run is made of: model shape, mesh, task, tokenizer. Every check that needs no device memory is
-here."""
+"""From a config to what a run is made of: model shape, mesh, task, tokenizer. Every check that needs no device memory is here."""
 
 import dataclasses
 import math
@@ -12,7 +11,7 @@ from jax.sharding import Mesh
 
 from jprm.data.sequence import SequenceBuilder, separator_mask
 from jprm.data.tokenizer import check_vocab, load_tokenizer, stop_ids
-from jprm.errors import UserError
+from jprm.errors import UserError, one_of
 from jprm.model.config import ModelConfig
 from jprm.model.hf_config import load_config
 from jprm.model.hf_load import check_weights, load_params, open_weights
@@ -122,32 +121,14 @@ def _tokenizer(config: Any, task: Task) -> Any:
 def model_config(config: Any, tokenizer: Any) -> ModelConfig:
     """The model's shape: the checkpoint's, or the config's with the tokenizer's vocabulary; numerics from the config."""
     m = config.model
+    one_of(m.dtype, ("auto", "float32", "bfloat16"), where="config.model.dtype")
     dtype = m.dtype if m.dtype != "auto" else ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(
-            f"dtype {m.dtype!r}",
-            expected="auto, float32 or bfloat16",
-            where="config.model.dtype",
-            fix="Set config.model.dtype=auto",
-        )
-    if m.remat not in REMAT:
-        raise UserError(
-            f"remat {m.remat!r}",
-            expected=f"one of {', '.join(REMAT)}",
-            where="config.model.remat",
-            fix="Set config.model.remat=none",
-        )
+    one_of(m.remat, REMAT, where="config.model.remat")
     if m.path:
         cfg = load_config(m.path)
         check_weights(open_weights(m.path), cfg)
     else:
-        if m.family not in ("llama", "qwen2"):
-            raise UserError(
-                f"family {m.family!r}",
-                expected="llama or qwen2",
-                where="config.model.family",
-                fix="Set config.model.family=llama",
-            )
+        one_of(m.family, ("llama", "qwen2"), where="config.model.family")
         cfg = ModelConfig(
             family=m.family,
             vocab_size=len(tokenizer),
@@ -198,6 +179,12 @@ def check_layout(config: Any, cfg: ModelConfig, mesh: Mesh) -> None:
 def micro_batches(rows: int, micro_batch: int) -> int:
     """How many micro-batches ``rows`` are cut into; a micro-batch of 0 or of all rows is no cut."""
     return 1 if not micro_batch or micro_batch >= rows else rows // micro_batch
+
+
+def balanced(config: Any) -> bool:
+    """Whether right and wrong rows weigh the same in the PRM's loss (``prm.balance``)."""
+    one_of(config.prm.balance, ("batch", "none"), where="config.prm.balance")
+    return config.prm.balance == "batch"
 
 
 def _check_rows(rows: int, minibatches: int, micro_batch: int, shards: int, where: str, key: str = "minibatches") -> None:
