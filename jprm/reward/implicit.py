@@ -27,11 +27,6 @@ def token_rewards(q_RxT: jax.Array, mask_RxT: jax.Array, beta: float) -> jax.Arr
     return jax.lax.stop_gradient(beta * jnp.where(mask_RxT, q_RxT.astype(jnp.float32), 0.0))
 
 
-def prefix_values(q_RxT: jax.Array, mask_RxT: jax.Array, beta: float) -> jax.Array:
-    """Q_t, f32[R, T]: the value of the response up to and with token t; 0 off the mask."""
-    return jnp.where(mask_RxT, jnp.cumsum(token_rewards(q_RxT, mask_RxT, beta), axis=1), 0.0)
-
-
 def step_rewards(
     q_RxT: jax.Array, mask_RxT: jax.Array, step_RxT: jax.Array, max_steps: int, beta: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -123,8 +118,7 @@ def auc(score: jax.Array, outcome: jax.Array, usable: jax.Array) -> tuple[jax.Ar
     """``(sum, weight)`` of pairs (right row, wrong row) of the batch that the score orders rightly; ties count half.
 
     The quotient is the area under the ROC curve; weight 0 where one class is missing. Call it on the whole batch, not on
-    micro-batches.
-    Note that it mixes prompts: easy prompts against hard ones. :func:`pair_accuracy` compares within prompts.
+    micro-batches. It mixes prompts, easy ones against hard ones; :func:`pair_accuracy` compares within prompts.
     """
     return _ordered_pairs(score[None], outcome[None], usable[None])
 

@@ -22,8 +22,7 @@ class Learner:
 class Gradient(NamedTuple):
     """Sums over rows: nothing in it has been divided yet.
 
-    loss, weight: f32 scalars; grads: d loss / d params; metrics: {name: (sum, weight)}; rows: what the loss function kept per
-      row.
+    loss, weight: f32 scalars; grads: d loss / d params; metrics: {name: (sum, weight)}; rows: what the loss kept of each row.
     """
 
     loss: jax.Array
@@ -31,6 +30,11 @@ class Gradient(NamedTuple):
     grads: Tree
     metrics: dict[str, tuple[jax.Array, jax.Array]]
     rows: Tree
+
+
+def quotient(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """The one division at the end of a metric; nan, which is written as null, where it has no data."""
+    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), jnp.nan)
 
 
 # ------------------------------------------------------------------------------------------------ cutting a batch

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jprm.errors import UserError
+from jprm.errors import one_of
 from jprm.reward.steps import at_tokens, last_tokens, sum_by_step
 from jprm.rl.rollouts import Rollouts, grouped
 
@@ -43,13 +43,7 @@ Op = Callable[[Signal, Rollouts], Signal]
 
 def signal(value: jax.Array, mask: jax.Array, support: str) -> Signal:
     """A signal with its value zeroed off the mask: padding, even NaN, ends here and cannot reach a statistic."""
-    if support not in SUPPORTS:
-        raise UserError(
-            f"support {support!r}",
-            expected=f"one of {', '.join(SUPPORTS)}",
-            where="jprm.rl.signal.signal",
-            fix="Name one of them",
-        )
+    one_of(support, SUPPORTS, where="jprm.rl.signal.signal.support")
     mask = jnp.broadcast_to(mask, value.shape)
     return Signal(jnp.where(mask, value.astype(jnp.float32), 0.0), mask, support)
 
@@ -60,11 +54,6 @@ def signal(value: jax.Array, mask: jax.Array, support: str) -> Signal:
 def outcome(rollouts: Rollouts) -> Signal:
     """The verifier's verdict, on rows that have one."""
     return signal(rollouts.outcome, rollouts.labelled, "row")
-
-
-def response_length(rollouts: Rollouts) -> Signal:
-    """Sampled tokens of a row."""
-    return signal(jnp.sum(rollouts.token_mask, axis=1, dtype=jnp.float32), rollouts.valid, "row")
 
 
 def column(name: str, support: str, mask: str | None = None) -> Term:
@@ -98,10 +87,7 @@ def total(x: jax.Array, key: str, group: int) -> jax.Array:
         ``batch`` everything.
       group: G.
     """
-    if key not in KEYS:
-        raise UserError(
-            f"key {key!r}", expected=f"one of {', '.join(KEYS)}", where="jprm.rl.signal.total", fix="Name one of them"
-        )
+    one_of(key, KEYS, where="jprm.rl.signal.total.key")
     if key == "unit":
         return _group_sum(x, group)
     sums_R = jnp.sum(x, axis=tuple(range(1, x.ndim)))
@@ -143,8 +129,7 @@ def lift(how: str = "all") -> Op:
       how: ``all``: every sampled token of the row (step, turn) gets the value; ``end``: only its last one; ``mean``: value /
         tokens to each.
     """
-    if how not in ("all", "end", "mean"):
-        raise UserError(f"lift {how!r}", expected="all, end or mean", where="jprm.rl.signal.lift", fix="Name one of them")
+    one_of(how, ("all", "end", "mean"), where="jprm.rl.signal.lift.how")
 
     def op(s: Signal, rollouts: Rollouts) -> Signal:
         if s.support == "token":

@@ -25,7 +25,7 @@ from jprm.model.spec import Params
 from jprm.reward import implicit
 from jprm.rl.compositions import Advantage
 from jprm.rl.kl import kl_loss, kl_rewards
-from jprm.rl.learner import Learner, apply, cut, gradient, paste, scan_rows
+from jprm.rl.learner import Learner, apply, cut, gradient, paste, quotient, scan_rows
 from jprm.rl.policy_loss import policy_loss
 from jprm.rl.rollouts import Rollouts, to_window
 from jprm.rl.select import has_contrast, in_band, keep_prompts, take_prompts, to_rows
@@ -131,8 +131,8 @@ def make_step(
                 prm, ok, q, stats = _prm_stage(prm, batch, rows, ref_logp, ok)
                 metrics |= stats
                 total, judged = implicit.outcome_rewards(q, rows.action, 1.0), rows.columns[JUDGED] & jnp.any(rows.action, axis=1)
-                metrics["prm/auc"] = _quotient(*implicit.auc(total, rows.outcome, judged))
-                metrics["prm/pair_accuracy"] = _quotient(*implicit.pair_accuracy(total, rows.outcome, judged, rows.group))
+                metrics["prm/auc"] = quotient(*implicit.auc(total, rows.outcome, judged))
+                metrics["prm/pair_accuracy"] = quotient(*implicit.pair_accuracy(total, rows.outcome, judged, rows.group))
                 rewards = implicit.token_rewards(q, rows.action, spec.beta)
 
         with jax.named_scope("advantage"):
@@ -201,7 +201,7 @@ def make_step(
         else:
             q = paste(q)
         named = {f"prm/{k}": jnp.mean(v) for k, v in stats.items()}
-        return prm, ok, q, named | {f"prm/{k}": _quotient(jnp.sum(s), jnp.sum(w)) for k, (s, w) in sums.items()}
+        return prm, ok, q, named | {f"prm/{k}": quotient(jnp.sum(s), jnp.sum(w)) for k, (s, w) in sums.items()}
 
     # ---------------------------------------------------------------------------------------- policy
 
@@ -261,25 +261,18 @@ def make_step(
         named = {f"actor/{k}": jnp.mean(v) for k, v in stats.items()}
         first = lambda x: x.reshape(-1)[0]  # before any update, the trainer must agree with the sampler
         drift = sums.pop("sampler_drift")
-        named["actor/sampler_drift"] = _quotient(first(drift[0]), first(drift[1]))
-        return policy, ok, named | {f"actor/{k}": _quotient(jnp.sum(s), jnp.sum(w)) for k, (s, w) in sums.items()}
+        named["actor/sampler_drift"] = quotient(first(drift[0]), first(drift[1]))
+        return policy, ok, named | {f"actor/{k}": quotient(jnp.sum(s), jnp.sum(w)) for k, (s, w) in sums.items()}
 
     return step
 
 
 def _over_minibatches(update: Callable, carry: Any, data: Any, parts: int) -> tuple[Any, Any]:
-    """``lax.scan`` of ``update`` over strided minibatches; every kept leaf gets a leading minibatch axis, also where there is
-    one."""
+    """``lax.scan`` of ``update`` over strided minibatches; every kept leaf gets a leading axis of them, be it of length 1."""
     if parts > 1:
         return jax.lax.scan(update, carry, cut(data, parts))
     carry, kept = update(carry, data)
     return carry, jax.tree.map(lambda x: x[None], kept)
-
-
-def _quotient(total: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.where(
-        weight > 0, total / jnp.where(weight > 0, weight, 1.0), jnp.nan
-    )  # nan: a metric without data, written as null
 
 
 def _select(rollouts: Rollouts, spec: StepSpec) -> tuple[Rollouts, dict[str, jax.Array]]:
@@ -290,10 +283,10 @@ def _select(rollouts: Rollouts, spec: StepSpec) -> tuple[Rollouts, dict[str, jax
     lengths = (rollouts.lengths - rollouts.prompt_lengths).astype(jnp.float32)
     rows = jnp.sum(rollouts.valid, dtype=jnp.float32)
     metrics = {
-        "critic/score/mean": _quotient(jnp.sum(jnp.where(labelled, outcome, 0.0)), known),
+        "critic/score/mean": quotient(jnp.sum(jnp.where(labelled, outcome, 0.0)), known),
         "critic/unknown": jnp.sum(rollouts.valid & ~labelled, dtype=jnp.float32),
-        "response_length/mean": _quotient(jnp.sum(jnp.where(rollouts.valid, lengths, 0.0)), rows),
-        "response_length/clip_ratio": _quotient(jnp.sum(rollouts.valid & (lengths >= spec.window), dtype=jnp.float32), rows),
+        "response_length/mean": quotient(jnp.sum(jnp.where(rollouts.valid, lengths, 0.0)), rows),
+        "response_length/clip_ratio": quotient(jnp.sum(rollouts.valid & (lengths >= spec.window), dtype=jnp.float32), rows),
         "response_length/empty": jnp.sum(rollouts.valid & (lengths == 0), dtype=jnp.float32),
     }
     passed = in_band(outcome, labelled, rollouts.group, *spec.band)

@@ -11,14 +11,14 @@ from jprm.model.config import ModelConfig
 from jprm.model.forward import forward
 from jprm.model.logps import token_logps
 from jprm.reward import implicit
-from jprm.rl.learner import apply, gradient, scan_rows
+from jprm.rl.learner import apply, gradient, quotient, scan_rows
 from jprm.train.state import Phase, TrainState
 
 
 @flax.struct.dataclass
 class Rows:
-    """A training batch: i32[B, T] right-padded tokens, lengths, prompt lengths; labels f32[B], and the reference's
-    log-probs f32[B, T-1] where they were computed before."""
+    """A training batch: i32[B, T] right-padded tokens, lengths, prompt lengths; labels f32[B], and the reference's log-probs
+    f32[B, T-1] where they were computed before."""
 
     tokens: jax.Array
     lengths: jax.Array
@@ -58,12 +58,10 @@ def make_sft_step(cfg: ModelConfig, phase: Phase, micro_batches: int) -> Callabl
 
 
 def make_prm_step(cfg: ModelConfig, phase: Phase, micro_batches: int, *, beta: float, balance: bool) -> Callable[..., tuple]:
-    """``step(state, rows) -> (state, ok, metrics)`` of the implicit PRM: cross-entropy of labels under sigma(beta x sum of
-    log-ratios).
+    """``step(state, rows) -> (state, ok, metrics)`` of the implicit PRM: cross-entropy of labels under sigma(beta x log-ratio).
 
     Reference log-probs come with the rows, or are computed here: by the same function at the same shapes either way, so that a
-    PRM
-    equal to its reference scores exactly 0.
+    PRM equal to its reference scores exactly 0.
     """
 
     def step(state: TrainState, rows: Rows):
@@ -81,10 +79,8 @@ def make_prm_step(cfg: ModelConfig, phase: Phase, micro_batches: int, *, beta: f
 
         g = gradient(loss, state.prm.params, (rows, reference, usable, weight), micro_batches)
         prm, ok, stats = apply(phase.prm_tx, state.prm, g, jnp.bool_(True))
-        hit, pairs = implicit.auc(g.rows, rows.labels, usable)
-        quotients = {k: s / jnp.maximum(w, 1.0) for k, (s, w) in g.metrics.items()} | {
-            "auc": jnp.where(pairs > 0, hit / jnp.maximum(pairs, 1.0), jnp.nan)
-        }
-        return state.replace(prm=prm), ok, {f"prm/{k}": v for k, v in (stats | quotients).items()}
+        sums = g.metrics | {"auc": implicit.auc(g.rows, rows.labels, usable)}
+        stats |= {name: quotient(*sums[name]) for name in sums}
+        return state.replace(prm=prm), ok, {f"prm/{k}": v for k, v in stats.items()}
 
     return step

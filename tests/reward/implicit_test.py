@@ -14,7 +14,6 @@ from jprm.reward.implicit import (
     log_ratio,
     outcome_rewards,
     pair_accuracy,
-    prefix_values,
     step_rewards,
     token_rewards,
     usable_rows,
@@ -46,7 +45,7 @@ def test_confidently_wrong_rows_still_learn():
 
 
 def test_prefix_and_step_rewards_golden():
-    np.testing.assert_allclose(prefix_values(GOLDEN_Q, GOLDEN_MASK, 1.0)[2], [-0.4, -0.2, -0.5, -0.6], atol=1e-6)
+    np.testing.assert_allclose(np.cumsum(token_rewards(GOLDEN_Q, GOLDEN_MASK, 1.0)[2]), [-0.4, -0.2, -0.5, -0.6], atol=1e-6)
     step = np.array([[0, 0, 1, 1]] * 4)
     sums, exists = step_rewards(GOLDEN_Q, GOLDEN_MASK, step, 3, 0.5)
     np.testing.assert_allclose(sums[2], [-0.1, -0.2, 0], atol=1e-6)
@@ -59,13 +58,11 @@ def test_soft_value_of_a_prefix_is_exact():
     pi, ref = np.array([0.1, 0.6, 0.3]), np.array([0.3, 0.3, 0.4])
     q = np.stack([np.full(3, first), np.log(pi / ref)], axis=1)
     mask = np.ones((3, 2), bool)
-    value = prefix_values(q, mask, beta)[:, 0]
     reward = np.asarray(outcome_rewards(q, mask, beta))
-    assert float(value[0]) == pytest.approx(0.45814537, abs=1e-6)
+    assert float(token_rewards(q, mask, beta)[0, 0]) == pytest.approx(0.45814537, abs=1e-6)
     assert beta * np.log((ref * np.exp(reward / beta)).sum()) == pytest.approx(0.45814537, abs=1e-6)
-    assert (ref * reward).sum() == pytest.approx(0.33978919, abs=1e-6) and (pi * reward).sum() == pytest.approx(
-        0.56800659, abs=1e-6
-    )
+    assert (ref * reward).sum() == pytest.approx(0.33978919, abs=1e-6)
+    assert (pi * reward).sum() == pytest.approx(0.56800659, abs=1e-6)
 
 
 def test_a_prm_equal_to_its_reference_is_silent():

@@ -8,7 +8,7 @@ import pytest
 from jprm.reward.steps import at_tokens, last_tokens, sum_by_step
 from jprm.rl.credit import suffix_sum
 from jprm.rl.normalise import norm
-from jprm.rl.signal import advantage, apply, channel, column, keep, lift, outcome, response_length, signal, to_steps, total
+from jprm.rl.signal import advantage, apply, channel, column, keep, lift, outcome, signal, to_steps, total
 from tests.rl.batches import make_rollouts, spoil
 
 # four responses of 3, 2, 3 and 3 steps
@@ -30,7 +30,6 @@ def test_values_are_zero_off_the_mask():
 
 
 def test_terms(rollouts):
-    assert response_length(rollouts).value.tolist() == [6, 5, 6, 4]
     assert outcome(rollouts.replace(known=jnp.array([1, 0, 1, 1], bool))).mask.tolist() == [True, False, True, True]
     assert column("token", "token")(rollouts).value.sum() == MASK.sum()
     masked = column("score", "step", mask="exists")(rollouts.replace(valid=jnp.array([1, 1, 1, 0], bool)))
@@ -107,5 +106,5 @@ def test_channels_add_with_their_weights(rollouts):
 
 
 def test_filler_rows_get_nothing(rollouts):
-    got, _ = advantage([channel("one", response_length)])(rollouts.replace(valid=jnp.array([1, 0, 1, 1], bool)))
+    got, _ = advantage([channel("one", outcome)])(rollouts.replace(valid=jnp.array([1, 0, 1, 1], bool)))
     assert not got[1].any() and got[0].any()
