@@ -150,6 +150,28 @@ def demonstration(problem: Problem, draw: int, *, options: ChainOptions, seed: i
     return SEPARATOR.join([*steps, f"#{value}"])
 
 
+def longest(options: ChainOptions) -> tuple[str, str]:
+    """A prompt of the most characters, and a demonstration of it than which no prompt has a longer one.
+
+    Every number that is written grows with every operand, so all operands are `high` and all signs "+". A merged equation is
+    shorter than the two that it stands for, but its wrong result may bring all later values to another digit, the sooner the
+    more of them: merges come first, and it remains to try how many.
+    """
+    operand, total = f"+{options.high}", options.operations
+    off = max(WRONG_BY) if options.careless_wrong else 0
+
+    def written(merges: int) -> str:
+        value, steps = options.high, []
+        for taken in [2] * merges + [1] * (total - 2 * merges):
+            result = value + taken * options.high + (off if taken == 2 else 0)
+            steps.append(f"{value}{operand * taken}={result}")
+            value = result
+        return SEPARATOR.join([*steps, f"#{value}"])
+
+    fewest, most = total // 2 if options.careless == 1.0 else 0, total // 2 if options.careless else 0
+    return f"{options.high}{operand * total}=", max(map(written, range(fewest, most + 1)), key=len)
+
+
 def first_error(problem: Problem, response: str) -> int:
     """The first wrong step of a response, against the truth.
 
@@ -312,4 +334,5 @@ def arithmetic_task(options: Mapping[str, Any], *, seed: int = 0, separator: str
         first_error=first_error,
         device_verifier=device_verifier,
         make_tokenizer=make_tokenizer,
+        longest=longest(chains),
     )

@@ -53,6 +53,8 @@ class Task:
       device_verifier: (tokenizer) -> a pure JAX function (tokens i32[R,T], prompt_lengths i32[R], lengths i32[R],
         columns {name: [R]}) -> (outcome f32[R], known bool[R]) that agrees with `verify`.
       make_tokenizer: () -> the tokenizer a task brings for a model from scratch.
+      longest: of all prompts the longest, and of all its demonstrations the longest, in characters; None where nobody can say
+        before they are drawn.
       counts: verdicts that could not be given, by reason, since the task was made; only ever added to.
       close: ends the processes the task holds. Called at exit in any case.
     """
@@ -66,6 +68,7 @@ class Task:
     first_error: Callable[[Problem, str], int | None] = lambda problem, response: None
     device_verifier: Callable[[Any], Callable] | None = None
     make_tokenizer: Callable[[], Any] | None = None
+    longest: tuple[str, str] | None = None
     counts: Counter = dataclasses.field(default_factory=Counter)
     close: Callable[[], None] = lambda: None
 

@@ -1,6 +1,8 @@
 """Batches: a pure function of (seed, iteration), in a static shape."""
 
+import re
 import types
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -53,14 +55,71 @@ def test_prompt_batch_contents(task, builder):
     assert batch.columns["answer"].dtype == np.int32
 
 
-def test_long_prompts_are_left_out_of_lists_and_refused_from_generators(task, builder):
+class Generated(Sequence):
+    """Prompts of 1 to 8 characters or some more, made on access; those ``missing`` have nothing to imitate."""
+
+    def __init__(self, size=1000, shortest=1, missing=()):
+        self.size, self.shortest, self.missing = size, shortest, missing
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        length = self.shortest + index * 2654435761 % 97 % 8
+        return types.SimpleNamespace(index=index, prompt="1" * length, columns={})
+
+    def pair(self, problem, draw):
+        return None if problem.index in self.missing else (problem.prompt, "#1", None)
+
+
+def test_long_prompts_are_left_out_of_lists(builder):
     problems = [types.SimpleNamespace(prompt="1" * n, columns={}) for n in range(1, 9)]
     batches = PromptBatches(problems, builder, length=4, seed=0)
     assert {len(p.prompt) for i in range(4) for p in batches.batch(i, 2).problems} == {1, 2, 3, 4}
-    with pytest.raises(UserError) as error:
-        PromptBatches(task.train, builder, length=4, seed=0).batch(0, 2)
-    assert error.value.where == "config.sampling.max_prompt" and error.value.expected == "at most 4"
-    assert "tokens in row 0" in error.value.found
+
+
+def test_generated_prompts_that_do_not_fit_are_passed_over_and_counted(builder, caplog):
+    caplog.set_level("INFO")
+    problems = Generated()
+    batches = PromptBatches(problems, builder, length=4, seed=0)
+    assert re.search(r"generated prompts: \d+ of 100 dropped for more than 4 tokens \(the longest has 8\)", caplog.text)
+    whole = PromptBatches(problems, builder, length=8, seed=0)  # where every prompt fits
+    assert whole.batch(0, 32).passed_over == 0
+    expected, passed_over = [], 0
+    for row in whole.batch(0, 32).rows:
+        while len(problems[row].prompt) > 4:
+            row, passed_over = (row + 1) % len(problems), passed_over + 1
+        expected.append(row)
+    batch = batches.batch(0, 32)
+    assert batch.rows == expected == [problem.index for problem in batch.problems]
+    assert batch.passed_over == passed_over > 8 and batch.lengths.max() == 4
+    assert f"{passed_over} generated rows passed over for more than config.sampling.max_prompt = 4 tokens" in caplog.text
+    # what stands at a position depends on nothing but the position
+    late = PromptBatches(problems, builder, length=4, seed=0).batch(7, 4)
+    assert late.rows == expected[28:] and late.tokens.tolist() == batch.tokens[28:].tolist()
+
+
+def test_generated_sequences_that_do_not_fit_are_passed_over_and_counted(builder):
+    problems = Generated(missing=range(0, 1000, 3))
+    batches = SequenceBatches(problems, problems.pair, builder, length=8, seed=0)
+    batch = batches.batch(1, 32)
+    assert batch.passed_over > 8 and batch.lengths.max() == 8 and not {row % 3 for row in batch.rows} - {1, 2}
+    assert [len(problems[row].prompt) for row in batch.rows] == batch.prompt_lengths.tolist()
+    halves = [batches.batch(i, 16) for i in (2, 3)]
+    assert halves[0].rows + halves[1].rows == batch.rows and sum(h.passed_over for h in halves) == batch.passed_over
+
+
+def test_a_generator_of_nothing_that_fits_is_refused(builder):
+    problems = Generated(shortest=5)
+    for make, where in (
+        (lambda: PromptBatches(problems, builder, length=4, seed=0), "config.sampling.max_prompt"),
+        (lambda: SequenceBatches(problems, problems.pair, builder, length=7, seed=0), "config.sft.max_length"),
+    ):
+        with pytest.raises(UserError) as error:
+            make()
+        e = error.value
+        assert e.found.startswith("100 of 100 generated ") and "too long" in e.found and e.expected.startswith("at most ")
+        assert e.where == where and e.fix.startswith(f"Set {where}=1")
 
 
 def test_demonstrations_change_with_the_draw(task, builder):

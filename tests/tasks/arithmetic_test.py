@@ -1,5 +1,7 @@
 """The chain task: its generator, its truth of steps, its tokenizer, and the two verifiers against each other."""
 
+import dataclasses
+import itertools
 import random
 
 import jax
@@ -15,9 +17,11 @@ from jprm.tasks.arithmetic import (
     ChainOptions,
     Chains,
     arithmetic_task,
+    demonstration,
     device_verifier,
     first_error,
     is_eval,
+    longest,
     make_tokenizer,
     verify,
 )
@@ -46,6 +50,33 @@ def test_splits_are_disjoint_whatever_the_seed():
     assert len(train) > 500 and len(held_out) > 80
     assert not train & held_out
     assert not any(map(is_eval, train)) and all(map(is_eval, held_out))
+
+
+LONGEST = {  # options: the longest demonstration is careful; careless, because +10 brings zeros to two digits; forced; never wrong
+    "careful": dict(operations=3, low=8, high=9),
+    "careless": dict(operations=5, low=0, high=0, careless=0.5),
+    "always careless": dict(operations=3, low=4, high=5, careless=1.0, careless_wrong=1.0),
+    "never wrong": dict(operations=4, low=0, high=0, careless=0.5, careless_wrong=0.0),
+    "never careless": dict(operations=4, low=0, high=0, careless=0.0),
+    "over the hundred": dict(operations=4, low=31, high=32, careless=0.3, careless_wrong=1.0),
+}
+
+
+@pytest.mark.parametrize("options", LONGEST.values(), ids=LONGEST)
+def test_no_row_is_longer_than_the_longest(options):
+    """… and some are as long."""
+    options = ChainOptions(**options)
+    prompt, response = longest(options)
+    task = arithmetic_task(dataclasses.asdict(options))
+    assert task.longest == (prompt, response) and max(len(task.eval[i].prompt) for i in range(20)) <= len(prompt)
+    numbers = range(options.low, options.high + 1)
+    chains = itertools.product(numbers, *[[f"{sign}{n}" for sign in "+-" for n in numbers]] * options.operations)
+    prompts = [f"{first}{''.join(rest)}=" for first, *rest in chains]
+    prompts = [p for p in prompts if min(np.cumsum([int(x) for x in p[:-1].replace("-", "+-").split("+")])) >= 0]
+    assert max(map(len, prompts)) == len(prompt) and prompt in prompts
+    texts = (demonstration(Problem(0, p, "", {}), draw, options=options, seed=0) for p in prompts for draw in range(2))
+    more = (demonstration(Problem(0, prompt, "", {}), draw, options=options, seed=1) for draw in range(3000))
+    assert max(len(text) for text in itertools.chain(texts, more)) == len(response)
 
 
 def test_prompts_are_right_and_in_range():
