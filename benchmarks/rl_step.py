@@ -3,14 +3,12 @@
     python -m benchmarks.rl_step [--json=FILE] [--rounds=3] [--trl=PYTHON] [--tunix=PYTHON] [--peers=DIR]
 
 The workload is a Qwen2-shaped decoder of 3.3 M parameters, 8 prompts x 8 samples, 32 prompt + 64 new tokens, fp32, KL
-coefficient .001
-against one frozen reference (shared by policy and PRM), one update per rollout, no rematerialisation. ``--trl`` and
-``--tunix`` are the
-interpreters of environments that have the peers; ``--peers`` is the folder of their scripts (trl_grpo.py, tunix_grpo.py).
+coefficient .001 against one frozen reference (shared by policy and PRM), one update per rollout, no rematerialisation. ``--trl``
+and ``--tunix`` are the interpreters of environments that have the peers; ``--peers`` is the folder of their scripts
+(trl_grpo.py, tunix_grpo.py).
 
 Every round runs each contestant once, so that a machine that slows down slows all of them; medians are over all steps of all
-rounds, the
-first of each run left out (it compiles).
+rounds, the first of each run left out (it compiles).
 """
 
 import argparse
@@ -34,7 +32,7 @@ from jprm.model.sampling import Sampling, row_keys
 from jprm.model.spec import count_params, forward_flops, init_params
 from jprm.rl.compositions import build_advantage
 from jprm.rl.learner import Learner
-from jprm.rl.rollouts import Rollouts, step_ids
+from jprm.rl.rollouts import from_samples
 from jprm.rl.step import StepSpec, make_step
 
 PROMPTS, GROUP, PROMPT_LEN, NEW = 8, 8, 32, 64
@@ -74,31 +72,13 @@ class Contestant:
 
     @staticmethod
     def _draw(params, prompts, iteration):
-        sampling = Sampling(max_new=NEW, min_new=NEW, stop_ids=(STOP,))
-        return sample(
-            params, CFG, prompts, jnp.full(PROMPTS, PROMPT_LEN), row_keys(0, iteration, ROWS), group=GROUP, sampling=sampling
-        )
+        sampling, keys = Sampling(max_new=NEW, min_new=NEW, stop_ids=(STOP,)), row_keys(0, iteration, ROWS)
+        return sample(params, CFG, prompts, jnp.full(PROMPTS, PROMPT_LEN), keys, group=GROUP, sampling=sampling)
 
     @staticmethod
     def _rollouts(s, outcome):
-        position = jnp.arange(LENGTH)
-        action = (position >= s.prompt_lengths[:, None]) & (position < s.lengths[:, None])
-        step, _ = step_ids(s.tokens, action, jnp.arange(CFG.vocab_size) == SEPARATOR, 8)
-        everyone = jnp.ones(ROWS, bool)
-        return Rollouts(
-            tokens=s.tokens,
-            lengths=s.lengths,
-            prompt_lengths=s.prompt_lengths,
-            action=action,
-            step=step,
-            turn=jnp.where(action, 0, -1),
-            behavior_logp=s.logp,
-            outcome=outcome,
-            known=everyone,
-            valid=everyone,
-            columns={},
-            group=GROUP,
-        )
+        known, separators = jnp.ones(ROWS, bool), jnp.arange(CFG.vocab_size) == SEPARATOR
+        return from_samples(s, outcome, known, group=GROUP, is_separator_V=separators, max_steps=8)
 
     def run(self) -> dict[str, float]:
         """One whole step: seconds of ``rollout_s`` (verdicts included) and of ``step_s`` (all of it)."""
@@ -106,9 +86,8 @@ class Contestant:
         start = time.perf_counter()
         s = self.draw(self.policy.params, prompts, self.iteration)
         tokens = np.asarray(s.tokens)
-        outcome = np.array(
-            [len(set(row[PROMPT_LEN:].tolist())) % 7 for row in tokens], np.float32
-        )  # the reward of the peers' scripts
+        kinds = [len(set(row[PROMPT_LEN:].tolist())) for row in tokens]
+        outcome = np.array([n % 7 for n in kinds], np.float32)  # the reward of the peers' scripts
         if self.prm is not None:
             outcome = (outcome > 3).astype(np.float32)  # a PRM learns from right and wrong
         rollouts = self.gather(s, outcome)
@@ -165,9 +144,8 @@ def main() -> None:
     ours = {c.name: c for c in (Contestant(prime=False), Contestant(prime=True))}
     for c in ours.values():
         c.run()  # compiles
-    peers = {
-        name: (python, args.peers / f"{name}_grpo.py") for name, python in (("trl", args.trl), ("tunix", args.tunix)) if python
-    }
+    pythons = {"trl": args.trl, "tunix": args.tunix}
+    peers = {name: (python, args.peers / f"{name}_grpo.py") for name, python in pythons.items() if python}
     seconds: dict[str, list[float]] = {name: [] for name in ("rollout", *ours, *peers, "matmul")}
     for _ in range(args.rounds):
         for _ in range(args.steps):
@@ -186,23 +164,16 @@ def main() -> None:
     print(f"{'':10}{'median s':>10}{'min':>8}{'max':>8}{'GFLOP':>9}{'floor s':>9}{'share':>7}{'x grpo':>8}")
     for name, median in medians.items():
         work = flops.get(name, flops["grpo"] if name in peers else 0) / 1e9
-        low, high = min(seconds[name]), max(seconds[name])
-        print(
-            f"{name:10}{median:10.3f}{low:8.3f}{high:8.3f}{work:9.1f}{work / rate:9.3f}{work / rate / median:7.0%}{median / medians['grpo']:8.2f}"
-        )
+        floor, low, high = work / rate, min(seconds[name]), max(seconds[name])
+        times = f"{median:10.3f}{low:8.3f}{high:8.3f}{work:9.1f}{floor:9.3f}"
+        print(f"{name:10}{times}{floor / median:7.0%}{median / medians['grpo']:8.2f}")
     print(f"FLOP ratio prime / grpo: {flops['prime'] / flops['grpo']:.2f}")
-    print(
-        f"peak memory of this process: {peak / 2**20:.0f} MiB (both contestants and JAX itself); floor of PRIME's parameters, moments, gradients: "
-        f"{memory_floor(True) / 2**20:.0f} MiB"
-    )
+    print(f"peak memory of this process: {peak / 2**20:.0f} MiB (both contestants and JAX itself)")
+    print(f"floor of PRIME's parameters, moments, gradients: {memory_floor(True) / 2**20:.0f} MiB")
     if args.json:
         names = {"rollout": "rollout_s", "grpo": "grpo_step_s", "prime": "prime_step_s"}
-        out = {names.get(k, f"{k}_step_s"): v for k, v in medians.items()} | {
-            "matmul_gflops": rate,
-            "peak_bytes": peak,
-            "flops": flops,
-            "all": seconds,
-        }
+        out = {names.get(k, f"{k}_step_s"): v for k, v in medians.items()}
+        out |= {"matmul_gflops": rate, "peak_bytes": peak, "flops": flops, "all": seconds}
         args.json.write_text(json.dumps(out, indent=1) + "\n")
 
 

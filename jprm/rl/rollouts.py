@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jprm.errors import UserError
+from jprm.model.decode import Samples
 
 
 @struct.dataclass
@@ -60,11 +61,6 @@ def grouped(x: jax.Array, group: int) -> jax.Array:
     return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
 
-def ungrouped(x: jax.Array) -> jax.Array:
-    """View ``[P, G, ...]`` as ``[R, ...]``."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
 # ------------------------------------------------------------------------------------------------ response window
 
 
@@ -81,19 +77,6 @@ def window(x_RxT: jax.Array, prompt_lengths: jax.Array, size: int, fill=0) -> ja
     inside = positions < x_RxT.shape[1]
     taken = jnp.take_along_axis(x_RxT, jnp.where(inside, positions, 0), axis=1)
     return jnp.where(inside, taken, jnp.asarray(fill, x_RxT.dtype))
-
-
-def unwindow(x_RxN: jax.Array, prompt_lengths: jax.Array, length: int, fill=0) -> jax.Array:
-    """The inverse of :func:`window`: ``[R, N]`` back to positions ``[R, T]``, ``fill`` outside the window."""
-    index = jnp.arange(length)[None, :] - prompt_lengths[:, None]
-    inside = (index >= 0) & (index < x_RxN.shape[1])
-    taken = jnp.take_along_axis(x_RxN, jnp.where(inside, index, 0), axis=1)
-    return jnp.where(inside, taken, jnp.asarray(fill, x_RxN.dtype))
-
-
-def window_mask(lengths: jax.Array, prompt_lengths: jax.Array, size: int) -> jax.Array:
-    """bool[R, N]: where the window holds a token of the response (from lengths, never from token values)."""
-    return jnp.arange(size)[None, :] < (lengths - prompt_lengths)[:, None]
 
 
 def to_window(rollouts: Rollouts, size: int) -> Rollouts:
@@ -161,3 +144,43 @@ def step_ids(
     step = jnp.where(action_RxT, step - alone, -1)
     merged = jnp.maximum(jnp.max(step, axis=1, initial=-1) - (max_steps - 1), 0)
     return jnp.minimum(step, max_steps - 1), merged
+
+
+# ------------------------------------------------------------------------------------------------ from the sampler
+
+
+def from_samples(
+    samples: Samples,
+    outcome: jax.Array,
+    known: jax.Array,
+    *,
+    group: int,
+    is_separator_V: jax.Array,
+    max_steps: int,
+    is_stop_V: jax.Array | None = None,
+) -> Rollouts:
+    """Responses of one turn and their verdicts as rollouts, every row ``valid``.
+
+    Args:
+      samples: R rows, prompt-major.
+      outcome, known: f32[R], bool[R].
+      group: G.
+      is_separator_V, max_steps, is_stop_V: see :func:`step_ids`, whose ``merged`` is the column ``merged_steps``.
+    """
+    position = jnp.arange(samples.tokens.shape[1])
+    action = (position >= samples.prompt_lengths[:, None]) & (position < samples.lengths[:, None])
+    step, merged = step_ids(samples.tokens, action, is_separator_V, max_steps, is_stop_V)
+    return Rollouts(
+        tokens=samples.tokens,
+        lengths=samples.lengths,
+        prompt_lengths=samples.prompt_lengths,
+        action=action,
+        step=step,
+        turn=jnp.where(action, 0, -1),
+        behavior_logp=samples.logp,
+        outcome=outcome,
+        known=known,
+        valid=jnp.ones(samples.lengths.shape, bool),
+        columns={"merged_steps": merged},
+        group=group,
+    )

@@ -190,7 +190,7 @@ def trace(run: Run, phase: Phase, program: Program, state: TrainState) -> None:
     samples = jax.eval_shape(program.rl.draw, state.policy.params, tokens, lengths, seed, state.step)
     R = samples.lengths.shape[0]
     outcome, known = (jax.ShapeDtypeStruct((R,), dtype) for dtype in (jnp.float32, bool))
-    jax.eval_shape(program.rl.judged, state, samples, outcome, known, samples.lengths)
+    jax.eval_shape(program.rl.judged, state, samples, outcome, known)
 
 
 # ------------------------------------------------------------------------------------------------ words

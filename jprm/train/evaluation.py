@@ -1,6 +1,7 @@
 """Held-out problems: sample, verify, score by the PRM; one dictionary of numbers and the rollouts behind it."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jprm.data.batches import PromptBatches, pad
-from jprm.errors import UserError
+from jprm.errors import UserError, one_of
 from jprm.evals.first_error import chance_f1, f1, predict, tune_threshold
 from jprm.evals.votes import best_of_n, majority_accuracy, pass_at_k
 from jprm.model.decode import Samples
 from jprm.model.sampling import Sampling
 from jprm.model.spec import Params
 from jprm.reward import implicit
-from jprm.reward.scores import response_score, step_scores
+from jprm.reward.scores import KINDS, NAMES, response_score, step_scores
 from jprm.rl.learner import Learner
 from jprm.rl.rollouts import Rollouts, to_window
 from jprm.rl.step import Batch, response_logps
@@ -27,6 +28,8 @@ from jprm.train.prompts import place, replicated, responses
 from jprm.train.rollout import device_verifier, fetch, make_sampler, to_rollouts, verify_on_host
 from jprm.train.setup import Run
 from jprm.train.state import TrainState
+
+log = logging.getLogger(__name__)
 
 EVAL_STREAM = 1_000_003  # folded into the seed: evaluation never draws the noise of training
 
@@ -58,15 +61,17 @@ class Scored:
 class Evaluator:
     """Compiles once per sampling mode and evaluates any state of the run.
 
-    A problem set that is no multiple of the batch is filled up with its first problems; the filler is dropped from every
-    statistic.
+    A problem set that is no multiple of the batch is filled up with its first problems; no statistic sees the filling.
 
     Raises:
-      UserError: there is no held-out problem, or none that fits config.sampling.max_prompt.
+      UserError: there is no held-out problem, or none that fits config.sampling.max_prompt; a score of an unknown name.
     """
 
     def __init__(self, run: Run):
         self.run = run
+        one_of(run.config.eval.prm_score, NAMES, where="config.eval.prm_score")
+        one_of(run.config.eval.first_error_score, KINDS, where="config.eval.first_error_score")
+        one_of(run.config.eval.first_error_rows, ("demonstrations", "policy"), where="config.eval.first_error_rows")
         first = [run.task.eval[i] for i in range(min(run.config.eval.problems, len(run.task.eval)))]
         if not first:
             wanted = run.config.eval.problems > 0
@@ -79,7 +84,7 @@ class Evaluator:
                 else "Set config.eval.problems=200",
             )
         self._prompts = PromptBatches(first, run.builder, length=run.config.sampling.max_prompt, seed=0)
-        self.problems = first if self._prompts.kept is None else [first[i] for i in self._prompts.kept]
+        self.problems = [first[i] for i in self._prompts.kept]
         self._programs: dict[Any, Callable] = {}
         self._score = jax.jit(self._prm_scores)
 
@@ -102,6 +107,8 @@ class Evaluator:
 
     def _program(self, sampling: Sampling, group: int) -> Callable:
         """One jitted call: sample, and verify where the task can on the device."""
+        if (sampling, group) in self._programs:
+            return self._programs[sampling, group]
         run, verifier = self.run, device_verifier(self.run)
         draw = make_sampler(run, sampling, group)
 
@@ -109,12 +116,12 @@ class Evaluator:
             s = draw(params, tokens, lengths, seed, jnp.int32(0), first_row)
             if verifier is None:
                 return s, None
-            outcome, known = verifier(
-                s.tokens, s.prompt_lengths, s.lengths, {k: jnp.repeat(v, group, axis=0) for k, v in columns.items()}
-            )
+            rows = {k: jnp.repeat(v, group, axis=0) for k, v in columns.items()}
+            outcome, known = verifier(s.tokens, s.prompt_lengths, s.lengths, rows)
             return s, to_rollouts(run, s, outcome, known, group)
 
-        return self._programs.setdefault((sampling, group), jax.jit(call))
+        self._programs[sampling, group] = jax.jit(call)
+        return self._programs[sampling, group]
 
     def sample(self, state: TrainState, *, group: int, greedy: bool = False, with_prm: bool = False) -> Scored:
         """``group`` responses to every held-out problem, at the training temperature or greedily."""
@@ -129,15 +136,12 @@ class Evaluator:
             chosen = [self.problems[(start + i) % n] for i in range(size)]
             batch = place(run, self._prompts.of(chosen))
             # A row's noise belongs to its place among all held-out rows, so that it does not depend on how they are batched.
-            s, rollouts = call(
-                state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, replicated(run, jnp.int32(start * group))
-            )
+            first_row = replicated(run, jnp.int32(start * group))
+            s, rollouts = call(state.policy.params, batch.tokens, batch.lengths, batch.columns, seed, first_row)
             if rollouts is None:
-                outcome, known, lengths = verify_on_host(run, batch, s, group)
-                rollouts = to_rollouts(run, s, outcome, known, group, lengths)
-            kept = {k: getattr(rollouts, k) for k in ("tokens", "prompt_lengths", "lengths", "step", "outcome", "known")} | {
-                "stopped": rollouts.columns["stopped"]
-            }
+                rollouts = to_rollouts(run, *verify_on_host(run, batch, s, group), group)
+            kept = {k: getattr(rollouts, k) for k in ("tokens", "prompt_lengths", "lengths", "step", "outcome", "known")}
+            kept["stopped"] = rollouts.columns["stopped"]
             if with_prm:
                 kept |= self._score(state.prm.params, state.reference, rollouts)
             kept = {k: fetch(v)[: (n - start) * group] for k, v in kept.items()}
@@ -151,8 +155,7 @@ class Evaluator:
         """Metrics ``eval/…`` of a state and the samples behind them.
 
         ``accuracy`` is the mean over the first ``eval.samples`` responses per problem. ``thorough`` adds greedy, the k-sample
-        statistics
-        and, with a PRM and a task that knows the truth of steps, first-error F1. ``judged`` False leaves the PRM out.
+        statistics and, with a PRM and a task that knows the truth of steps, first-error F1. ``judged`` False leaves the PRM out.
         """
         e = self.run.config.eval
         k = max(e.pass_k, e.samples) if thorough else e.samples
@@ -186,17 +189,23 @@ class Evaluator:
         """First-error F1 on the rows that ``eval.first_error_rows`` names.
 
         Demonstrations of held-out problems are the same rows for every run of a task, whatever its policy has become, so that
-        figures can
-        be compared. The policy's own rows ask what its PRM still sees of the mistakes that it still makes.
+        figures can be compared; those that do not fit the window are left out and counted in the log. The policy's own rows ask
+        what its PRM still sees of the mistakes that it still makes.
         """
-        which, run = self.run.config.eval.first_error_rows, self.run
-        if which == "policy":
-            return first_error_metrics(
-                sampled.step_scores, sampled.exists, first_errors(run, sampled), np.arange(len(sampled.texts)) // sampled.group
-            )
+        run = self.run
+        if run.config.eval.first_error_rows == "policy":
+            truth, problem = first_errors(run, sampled), np.arange(len(sampled.texts)) // sampled.group
+            return first_error_metrics(sampled.step_scores, sampled.exists, truth, problem)
         rows = [(i, p, text) for i, p in enumerate(self.problems) if (text := run.task.demonstration(p, 0)) is not None]
         truth = [run.task.first_error(p, text) for _, p, text in rows]
-        if not rows or any(t is None for t in truth):
+        if any(t is None for t in truth):
+            return {}
+        fits = [len(run.builder.encode(p.prompt, text)[0]) <= run.length for _, p, text in rows]
+        if not all(fits):
+            text = "demonstrations of held-out problems: %d of %d left out for more than %d tokens"
+            log.info(text, fits.count(False), len(rows), run.length)
+            rows, truth = ([x for x, fit in zip(xs, fits) if fit] for xs in (rows, truth))
+        if not rows:
             return {}
         scored = [self._score_texts(state, [(p, text) for _, p, text in part]) for part in _parts(rows, self._batch_size)]
         steps, exists = (np.concatenate([x[k] for x in scored]) for k in ("step_scores", "exists"))
@@ -211,9 +220,8 @@ class Evaluator:
     def _score_texts(self, state: TrainState, rows: list[tuple[Problem, str]]) -> dict[str, np.ndarray]:
         """PRM scores of given responses; a last batch that is not full is filled up with its first row."""
         run, n = self.run, len(rows)
-        pairs = [run.builder.encode(p.prompt, text) for p, text in rows] + [run.builder.encode(rows[0][0].prompt, rows[0][1])] * (
-            self._batch_size - n
-        )
+        pairs = [run.builder.encode(p.prompt, text) for p, text in rows]
+        pairs += pairs[:1] * (self._batch_size - n)
         tokens, lengths = pad([ids for ids, _ in pairs], run.length, run.tokenizer.pad_token_id, "config.sampling.max_new")
         where = sharding(run.mesh, ("rows",))
         place = lambda x: jax.device_put(np.asarray(x), where)
@@ -224,7 +232,8 @@ class Evaluator:
             logp=place(np.zeros(tokens.shape, np.float32)),
             stopped=place(np.ones(len(pairs), bool)),
         )
-        rollouts = to_rollouts(run, s, place(np.zeros(len(pairs), np.float32)), place(np.ones(len(pairs), bool)), 1)
+        outcome, known = place(np.zeros(len(pairs), np.float32)), place(np.ones(len(pairs), bool))
+        rollouts = to_rollouts(run, s, outcome, known, group=1)
         return {k: fetch(v)[:n] for k, v in self._score(state.prm.params, state.reference, rollouts).items()}
 
 

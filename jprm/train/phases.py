@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jprm.data.batches import PromptBatches, SequenceBatches
-from jprm.errors import UserError
+from jprm.data import batches as data
+from jprm.errors import one_of
 from jprm.model.spec import Params
 from jprm.rl.learner import scan_rows
 from jprm.rl.step import Trace
@@ -16,7 +16,7 @@ from jprm.sharding.rules import sharding
 from jprm.train.prompts import PromptBatch, place
 from jprm.train.rl_phase import RLPhase, advance
 from jprm.train.rollout import fetch
-from jprm.train.setup import Run, micro_batches
+from jprm.train.setup import Run, balanced, micro_batches
 from jprm.train.sources import labelled_batches, prompt_batches, sft_batches
 from jprm.train.state import Phase, TrainState, state_shardings
 from jprm.train.supervised import Rows, make_prm_step, make_sft_step, row_logps
@@ -29,14 +29,14 @@ class Iteration:
     Attributes:
       state: after it.
       step: its number over all phases, 1-based.
-      metrics: f32 scalars on the device.
-      batch_ids: which rows or prompts it read, kept for the log where it fails.
+      metrics: f32 scalars on the device, and counts of the batch.
+      batch_ids: numbers of the rows or prompts it read, kept for the log where it fails.
       trace, prompts: of RL, for the sample files.
     """
 
     state: TrainState
     step: int
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, jax.Array | float]
     batch_ids: list[int]
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     trace: Trace | None = None
@@ -44,8 +44,7 @@ class Iteration:
     started: float = 0.0
 
     def timings(self) -> dict[str, float]:
-        """``timing_s/…`` in seconds; called once the metrics have arrived. ``step`` is what neither ``gen`` nor ``verify``
-        took."""
+        """``timing_s/…`` in seconds, once the metrics have arrived; ``step`` is what neither ``gen`` nor ``verify`` took."""
         whole = self.parts.get("finished", time.perf_counter()) - self.started
         parts = {k: v for k, v in self.parts.items() if k.startswith("timing_s/")}
         return parts | ({"timing_s/step": max(0.0, whole - sum(parts.values()))} if parts else {}) | {"timing_s/iteration": whole}
@@ -54,18 +53,18 @@ class Iteration:
 class Program:
     """A phase's compiled iteration over its batches, which are a pure function of the iteration's number.
 
-    An iteration's clock runs from the moment the one before it was finished, so that host work hidden behind the device costs
-    nothing.
+    An iteration's clock runs from the moment the one before it was finished: host work that the device hides costs nothing.
     """
 
-    def __init__(self, run: Run, batches: PromptBatches | SequenceBatches, per_iteration: int, first: int):
+    def __init__(self, run: Run, batches: data.PromptBatches | data.SequenceBatches, per_iteration: int, first: int):
         self.run, self.batches, self.per_iteration, self.first = run, batches, per_iteration, first
         self._pending: Iteration | None = None
 
-    def rows(self, step: int) -> list[int]:
-        """Numbers of the rows that iteration ``step`` (0-based) reads."""
-        start = (step - self.first) * self.per_iteration
-        return [self.batches.order[k] for k in range(start, start + self.per_iteration)]
+    def read(self, step: int) -> tuple[data.PromptBatch | data.SequenceBatch, dict[str, float]]:
+        """The batch of iteration ``step`` (0-based), and ``data/passed_over`` where rows are generated: how many drawn ones did
+        not fit."""
+        batch = self.batches.batch(step - self.first, self.per_iteration)
+        return batch, {"data/passed_over": float(batch.passed_over)} if self.batches.generated else {}
 
     def wait(self) -> None:
         """Until the iteration before is finished (the device would wait for its parameters anyway); stops its clock."""
@@ -77,28 +76,28 @@ class Program:
 class SupervisedProgram(Program):
     """SFT, or the offline PRM: rows -> one jitted step."""
 
-    def __init__(self, run: Run, phase: Phase, step: Callable, batches: SequenceBatches, batch_size: int):
+    def __init__(self, run: Run, phase: Phase, step: Callable, batches: data.SequenceBatches, batch_size: int):
         super().__init__(run, batches, batch_size, phase.start)
         where = state_shardings(phase, run.cfg, run.mesh)
         self.step = jax.jit(lambda state, rows: advance(*step(state, rows)), donate_argnums=0, out_shardings=(where, None))
         self.cache: ReferenceCache | None = None
 
     def iterate(self, state: TrainState, step: int) -> Iteration:
-        batch = self.batches.batch(step - self.first, self.per_iteration)
+        batch, counts = self.read(step)
         where = sharding(self.run.mesh, ("rows",))
         arrays = Rows(*(jax.device_put(x, where) for x in (batch.tokens, batch.lengths, batch.prompt_lengths, batch.labels)))
         if self.cache is not None:
-            arrays = self.cache.add(state.reference, arrays, self.rows(step))
+            arrays = self.cache.add(state.reference, arrays, batch.rows)
         self.wait()
         started = time.perf_counter()
         state, metrics = self.step(state, arrays)
-        self._pending = Iteration(state, step + 1, metrics, self.rows(step), started=started)
+        self._pending = Iteration(state, step + 1, metrics | counts, batch.rows, started=started)
         return self._pending
 
 
 class ReferenceCache:
-    """Reference log-probs of labelled rows on the host, computed at a row's first visit: later epochs need no reference
-    forward pass."""
+    """Reference log-probs of labelled rows on the host, computed at a row's first visit: later epochs need no forward pass of
+    the reference."""
 
     def __init__(self, run: Run, micro_batches: int):
         self.run, self.known = run, {}
@@ -120,11 +119,12 @@ class RLProgram(Program):
         self.rl = RLPhase(run, phase)
 
     def iterate(self, state: TrainState, step: int) -> Iteration:
-        prompts = place(self.run, self.batches.batch(step - self.first, self.per_iteration))
+        batch, counts = self.read(step)
+        prompts = place(self.run, batch)
         self.wait()
         started = time.perf_counter()
         state, metrics, trace, parts = self.rl.iterate(state, prompts)
-        self._pending = Iteration(state, step + 1, metrics, self.rows(step), parts, trace, prompts, started)
+        self._pending = Iteration(state, step + 1, metrics | counts, batch.rows, parts, trace, prompts, started)
         return self._pending
 
 
@@ -137,21 +137,8 @@ def make_program(run: Run, phase: Phase) -> SupervisedProgram | RLProgram:
     cuts = micro_batches(group.batch_size, group.micro_batch)
     if phase.name == "sft":
         return SupervisedProgram(run, phase, make_sft_step(run.cfg, phase, cuts), sft_batches(run), group.batch_size)
-    if config.prm.balance not in ("batch", "none"):
-        raise UserError(
-            f"balance {config.prm.balance!r}",
-            expected="batch or none",
-            where="config.prm.balance",
-            fix="Set config.prm.balance=batch",
-        )
-    if config.prm.reference_logps not in ("recompute", "cache"):
-        raise UserError(
-            f"reference_logps {config.prm.reference_logps!r}",
-            expected="recompute or cache",
-            where="config.prm.reference_logps",
-            fix="Set config.prm.reference_logps=recompute",
-        )
-    step = make_prm_step(run.cfg, phase, cuts, beta=config.prm.beta, balance=config.prm.balance == "batch")
+    one_of(config.prm.reference_logps, ("recompute", "cache"), where="config.prm.reference_logps")
+    step = make_prm_step(run.cfg, phase, cuts, beta=config.prm.beta, balance=balanced(config))
     program = SupervisedProgram(run, phase, step, labelled_batches(run), group.batch_size)
     program.cache = ReferenceCache(run, cuts) if config.prm.reference_logps == "cache" else None
     return program

@@ -34,12 +34,14 @@ def place(run: Run, batch: batches.PromptBatch) -> PromptBatch:
     return PromptBatch(batch.problems, *(replicated(run, x) for x in (batch.tokens, batch.lengths, batch.columns)))
 
 
-def responses(run: Run, tokens: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Response texts without the stop token, and the lengths after stop strings have cut them.
+def responses(
+    run: Run, tokens: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Response texts without the stop token, the lengths after stop strings have cut them, and bool[R] which they have cut.
 
-    A stop string ends the response before its first occurrence: tokens from the first one that completes it are dropped.
+    The text ends before the first stop string, the tokens with the one that completes it: that may be the last of the row.
     """
-    texts, lengths = [], np.array(lengths)
+    texts, lengths, cut = [], np.array(lengths), np.zeros(len(tokens), bool)
     for i in range(len(tokens)):
         ids = tokens[i, prompt_lengths[i] : lengths[i]]
         text = run.builder.decode_response(ids, run.stop_ids)
@@ -50,9 +52,9 @@ def responses(run: Run, tokens: np.ndarray, prompt_lengths: np.ndarray, lengths:
                 for n in range(1, len(ids) + 1)
                 if any(s in run.builder.decode_response(ids[:n], run.stop_ids) for s in run.config.sampling.stop_strings)
             )
-            lengths[i], text = prompt_lengths[i] + n, text[: min(found)]
+            lengths[i], cut[i], text = prompt_lengths[i] + n, True, text[: min(found)]
         texts.append(text)
-    return texts, lengths
+    return texts, lengths, cut
 
 
 def response_steps(run: Run, ids: np.ndarray) -> np.ndarray:

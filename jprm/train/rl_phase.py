@@ -4,6 +4,7 @@ Where the task verifies token ids on the device, sample -> verify -> step is one
 verdict between them.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,28 +12,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import UserError
+from jprm.errors import one_of
+from jprm.model.decode import Samples
 from jprm.rl.compositions import build_advantage
+from jprm.rl.kl import KINDS
+from jprm.rl.policy_loss import AGGREGATIONS
 from jprm.rl.rollouts import Rollouts
 from jprm.rl.step import StepSpec, Trace, make_step
 from jprm.train.prompts import PromptBatch, replicated
 from jprm.train.rollout import device_verifier, make_sampler, to_rollouts, verify_on_host
-from jprm.train.setup import Run, micro_batches
+from jprm.train.setup import Run, balanced, micro_batches
 from jprm.train.state import Phase, TrainState, state_shardings
+
+log = logging.getLogger(__name__)
 
 
 def step_spec(run: Run) -> StepSpec:
     """The static numbers of the compiled step."""
     r, p = run.config.rl, run.config.prm
     rows = r.prompts * r.group
-    _one_of("prm_order", r.prm_order, ("after", "before", "none"))
-    _one_of("prm_rows", r.prm_rows, ("kept", "all"))
-    _one_of("old_logp", r.old_logp, ("recompute", "behavior"))
-    _one_of("kl_in", r.kl_in, ("loss", "reward"))
-    if p.balance not in ("batch", "none"):
-        raise UserError(
-            f"balance {p.balance!r}", expected="batch or none", where="config.prm.balance", fix="Set config.prm.balance=batch"
-        )
+    one_of(r.prm_order, ("after", "before", "none"), where="config.rl.prm_order")
+    one_of(r.prm_rows, ("kept", "all"), where="config.rl.prm_rows")
+    one_of(r.old_logp, ("recompute", "behavior"), where="config.rl.old_logp")
+    one_of(r.aggregation, AGGREGATIONS, where="config.rl.aggregation")
+    one_of(r.kl_kind, KINDS, where="config.rl.kl_kind")
+    one_of(r.kl_in, ("loss", "reward"), where="config.rl.kl_in")
     return StepSpec(
         window=run.config.sampling.max_new,
         prompts=r.prompts,
@@ -41,7 +45,7 @@ def step_spec(run: Run) -> StepSpec:
         band=(r.band_low, r.band_high),
         mask_uniform=r.mask_uniform,
         beta=p.beta,
-        balance=p.balance == "batch",
+        balance=balanced(run.config),
         prm_order=r.prm_order,
         prm_rows=r.prm_rows,
         prm_minibatches=r.prm_minibatches,
@@ -91,6 +95,9 @@ class RLPhase:
 
     def __init__(self, run: Run, phase: Phase):
         self.run, self.phase, self.group = run, phase, run.config.rl.group
+        if self.group == 1:
+            text = "config.rl.group=1: every outcome has no other to be compared with, and advantage 0 (config.rl.estimator=%s)"
+            log.warning(text, run.config.rl.estimator)
         learn = make_step(run.cfg, step_spec(run), make_advantage(run.config), phase.policy_tx, phase.prm_tx)
         draw = make_sampler(run, run.sampling, self.group)
         verifier = device_verifier(run)
@@ -109,8 +116,8 @@ class RLPhase:
                 outcome, known = verifier(s.tokens, s.prompt_lengths, s.lengths, rows)
             return advance(*update(state, to_rollouts(run, s, outcome, known, self.group)))
 
-        def judged(state: TrainState, s: Any, outcome: jax.Array, known: jax.Array, lengths: jax.Array):
-            return advance(*update(state, to_rollouts(run, s, outcome, known, self.group, lengths)))
+        def judged(state: TrainState, s: Samples, outcome: jax.Array, known: jax.Array):
+            return advance(*update(state, to_rollouts(run, s, outcome, known, self.group)))
 
         self.draw = jax.jit(draw)
         where = state_shardings(phase, run.cfg, run.mesh)
@@ -126,9 +133,9 @@ class RLPhase:
         start = time.perf_counter()
         s = jax.block_until_ready(self.draw(state.policy.params, batch.tokens, batch.lengths, seed, state.step))
         sampled = time.perf_counter()
-        verdicts = verify_on_host(self.run, batch, s, self.group)
+        judged = verify_on_host(self.run, batch, s, self.group)
         timings = {"timing_s/gen": sampled - start, "timing_s/verify": time.perf_counter() - sampled}
-        state, metrics, trace = self.judged(state, s, *verdicts)
+        state, metrics, trace = self.judged(state, *judged)
         return state, metrics, trace, timings
 
 
@@ -136,13 +143,3 @@ def advance(state: TrainState, ok: jax.Array, metrics: dict[str, jax.Array], *ke
     """Counts the iteration: ``step`` moves in any case, ``skipped`` counts non-finite ones in a row."""
     skipped = jnp.where(ok, 0, state.skipped + 1)
     return state.replace(step=state.step + 1, skipped=skipped), metrics | {"skipped_in_a_row": skipped.astype(jnp.float32)}, *kept
-
-
-def _one_of(key: str, found: str, allowed: tuple[str, ...]) -> None:
-    if found not in allowed:
-        raise UserError(
-            f"{key} {found!r}",
-            expected=f"one of {', '.join(allowed)}",
-            where=f"config.rl.{key}",
-            fix=f"Set config.rl.{key}={allowed[0]}",
-        )

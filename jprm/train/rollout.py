@@ -12,7 +12,7 @@ from jprm.errors import UserError
 from jprm.model.decode import Samples, sample
 from jprm.model.sampling import Sampling, row_keys
 from jprm.model.spec import Params
-from jprm.rl.rollouts import Rollouts, step_ids
+from jprm.rl.rollouts import Rollouts, from_samples
 from jprm.sharding.rules import sharding
 from jprm.train.prompts import PromptBatch, responses
 from jprm.train.setup import Run
@@ -36,39 +36,30 @@ def device_verifier(run: Run) -> Callable | None:
     return run.task.device_verifier(run.tokenizer) if wanted and run.task.device_verifier else None
 
 
-def to_rollouts(
-    run: Run, s: Samples, outcome: jax.Array, known: jax.Array, group: int, lengths: jax.Array | None = None
-) -> Rollouts:
-    """Samples and verdicts as `Rollouts`; ``lengths`` where stop strings have shortened the responses."""
-    lengths = s.lengths if lengths is None else lengths
-    stopped = s.stopped | (lengths < s.lengths)
-    position = jnp.arange(s.tokens.shape[1])
-    action = (position >= s.prompt_lengths[:, None]) & (position < lengths[:, None])
-    step, merged = step_ids(s.tokens, action, jnp.asarray(run.is_separator), run.config.prm.max_steps, jnp.asarray(run.is_stop))
-    return Rollouts(
-        tokens=s.tokens,
-        lengths=lengths,
-        prompt_lengths=s.prompt_lengths,
-        action=action,
-        step=step,
-        turn=jnp.where(action, 0, -1),
-        behavior_logp=s.logp,
-        outcome=outcome,
-        known=known,
-        valid=jnp.ones(lengths.shape, bool),
-        columns={"merged_steps": merged, "stopped": stopped},
+def to_rollouts(run: Run, s: Samples, outcome: jax.Array, known: jax.Array, group: int) -> Rollouts:
+    """Samples and verdicts as `Rollouts`, with the columns ``stopped`` and ``prompt``: bool[R] and i32[R], the position of a
+    row's prompt in the batch, which selection re-orders."""
+    rollouts = from_samples(
+        s,
+        outcome,
+        known,
         group=group,
+        is_separator_V=jnp.asarray(run.is_separator),
+        is_stop_V=jnp.asarray(run.is_stop),
+        max_steps=run.config.prm.max_steps,
     )
+    here = {"stopped": s.stopped, "prompt": jnp.arange(s.lengths.shape[0], dtype=jnp.int32) // group}
+    return rollouts.replace(columns={**rollouts.columns, **here})
 
 
-def verify_on_host(run: Run, batch: PromptBatch, s: Samples, group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(outcome f32[R], known bool[R], lengths i32[R]) by the task's verifier.
+def verify_on_host(run: Run, batch: PromptBatch, s: Samples, group: int) -> tuple[Samples, jax.Array, jax.Array]:
+    """(samples, outcome f32[R], known bool[R]) by the task's verifier; the samples end where stop strings have cut them.
 
     With several processes each row is judged by exactly one, and all get its verdict: verifiers may disagree with themselves.
     A non-finite score is no verdict.
     """
     tokens, prompt_lengths, lengths = (fetch(x) for x in (s.tokens, s.prompt_lengths, s.lengths))
-    texts, lengths = responses(run, tokens, prompt_lengths, lengths)
+    texts, lengths, cut = responses(run, tokens, prompt_lengths, lengths)
     R, n, mine = len(texts), jax.process_count(), jax.process_index()
     rows = range(mine, R, n)
     problems = [batch.problems[r // group] for r in rows]
@@ -87,8 +78,10 @@ def verify_on_host(run: Run, batch: PromptBatch, s: Samples, group: int) -> tupl
         outcome[r] = v.score if known[r] else 0.0
     if n > 1:
         outcome, known = (np.sum(multihost_utils.process_allgather(x), axis=0).astype(x.dtype) for x in (outcome, known))
-    place = sharding(run.mesh, ("rows",))
-    return jax.device_put(outcome, place), jax.device_put(known, place), jax.device_put(lengths.astype(np.int32), place)
+    where = sharding(run.mesh, ("rows",))
+    arrays = (lengths.astype(np.int32), fetch(s.stopped) | cut, outcome, known)
+    lengths, stopped, outcome, known = (jax.device_put(x, where) for x in arrays)
+    return s.replace(lengths=lengths, stopped=stopped), outcome, known
 
 
 def fetch(x: Any) -> np.ndarray:

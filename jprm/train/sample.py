@@ -94,18 +94,18 @@ def draw_all(run: Run, params: Any, problems: list[Problem]) -> Iterator[dict[st
             tokens, prompt_lengths, lengths, logp, stopped = (
                 fetch(x)[: kept * group] for x in (s.tokens, s.prompt_lengths, s.lengths, s.logp, s.stopped)
             )
-            texts, cut = responses(run, tokens, prompt_lengths, lengths)
+            texts, ends, cut = responses(run, tokens, prompt_lengths, lengths)
             rows = [chosen[r // group] for r in range(kept * group)]
-            verdicts = judge(run, rows, texts, [tokens[r, prompt_lengths[r] : cut[r]].tolist() for r in range(len(rows))])
+            verdicts = judge(run, rows, texts, [tokens[r, prompt_lengths[r] : ends[r]].tolist() for r in range(len(rows))])
             for r, (problem, verdict) in enumerate(zip(rows, verdicts)):
                 yield {
                     "row": problem.index,
                     "sample": r % group,
                     "prompt": problem.prompt,
                     "response": texts[r],
-                    "tokens": int(cut[r] - prompt_lengths[r]),
-                    "logp": float(logp[r, : cut[r]].sum()),
-                    "stopped": bool(stopped[r] or cut[r] < lengths[r]),
+                    "tokens": int(ends[r] - prompt_lengths[r]),
+                    "logp": float(logp[r, : ends[r]].sum()),
+                    "stopped": bool(stopped[r] or cut[r]),
                     "score": verdict.score if verdict.known else None,
                 }
             progress.update(start + kept)

@@ -1,13 +1,15 @@
 """`samples/`: rollouts for people to read, one JSON object a line; report.html shows them."""
 
 import json
+import os
 from typing import Any
 
 import jax
 import numpy as np
 
 from jprm.rl.rollouts import Rollouts
-from jprm.train.evaluation import Scored, first_errors
+from jprm.tasks.task import Problem
+from jprm.train.evaluation import Scored
 from jprm.train.phases import Iteration
 from jprm.train.prompts import responses
 from jprm.train.rollout import fetch
@@ -16,29 +18,19 @@ from jprm.train.state import Phase
 
 
 def write_samples(run: Run, phase: Phase, done: Iteration) -> None:
-    """Writes the first ``log.samples_rows`` rollouts of every ``log.samples_every``-th RL iteration, with rewards and
-    advantages."""
+    """Writes the first ``log.samples_rows`` rollouts of every ``log.samples_every``-th RL iteration, rewards and advantages with
+    them; where more prompts are sampled than kept, the first of those kept."""
     g, trace = run.config.log, done.trace
     if trace is None or not g.samples_every or (done.step - phase.start - 1) % g.samples_every:
         return
     n = min(g.samples_rows, trace.advantages.shape[0])
-    if run.config.rl.oversample > 1:  # selection has re-ordered the prompts: the window no longer tells which one a row answers
-        return
     rows: Rollouts = trace.rollouts
     arrays = {k: fetch(getattr(rows, k))[:n] for k in ("tokens", "lengths", "step", "outcome", "known", "valid")}
     arrays |= {k: fetch(getattr(trace, k))[:n] for k in ("token_rewards", "process_returns", "advantages")}
-    arrays["stopped"] = fetch(rows.columns["stopped"])[:n]
-    texts, _ = responses(run, arrays["tokens"], np.zeros(n, int), arrays["lengths"])
-    problems = [done.prompts.problems[r // rows.group] for r in range(n)]
-    _write(
-        run,
-        done.step,
-        "rl",
-        [
-            _row(run, done.step, "rl", r, problems[r], texts[r], arrays, run.task.first_error(problems[r], texts[r]))
-            for r in range(n)
-        ],
-    )
+    arrays |= {k: fetch(rows.columns[k])[:n] for k in ("stopped", "prompt")}
+    texts, *_ = responses(run, arrays["tokens"], np.zeros(n, int), arrays["lengths"])
+    problems = [done.prompts.problems[p] for p in arrays["prompt"]]
+    _write(run, done.step, "rl", [_row(run, done.step, "rl", r, problems[r], texts[r], arrays) for r in range(n)])
 
 
 def write_eval_samples(run: Run, step: int, scored: Scored) -> None:
@@ -60,18 +52,11 @@ def write_eval_samples(run: Run, step: int, scored: Scored) -> None:
     }
     if scored.token_rewards is not None:
         arrays["token_rewards"] = scored.token_rewards[:n]
-    truth = first_errors(run, scored)
-    _write(
-        run,
-        step,
-        "eval",
-        [_row(run, step, "eval", r, scored.problems[r // scored.group], scored.texts[r], arrays, truth[r]) for r in range(n)],
-    )
+    problems = [scored.problems[r // scored.group] for r in range(n)]
+    _write(run, step, "eval", [_row(run, step, "eval", r, problems[r], scored.texts[r], arrays) for r in range(n)])
 
 
-def _row(
-    run: Run, step: int, phase: str, r: int, problem: Any, text: str, a: dict[str, np.ndarray], truth: int | None
-) -> dict[str, Any]:
+def _row(run: Run, step: int, phase: str, r: int, problem: Problem, text: str, a: dict[str, np.ndarray]) -> dict[str, Any]:
     n = int(a["lengths"][r])
     floats = lambda x: [round(float(v), 6) if np.isfinite(v) else None for v in x[r][:n]]
     steps = a["step"][r][:n].tolist()
@@ -89,7 +74,7 @@ def _row(
         "valid": bool(a["valid"][r]),
         "answer": problem.answer,
         "step_of_token": steps,
-        "first_error": truth,
+        "first_error": run.task.first_error(problem, text),
         "stop": "string" if cut else "eos" if a["stopped"][r] else "length",
     }
     if "token_rewards" in a:
@@ -112,4 +97,7 @@ def _write(run: Run, step: int, phase: str, rows: list[dict[str, Any]]) -> None:
         folder = run.workdir / "samples"
         folder.mkdir(exist_ok=True)
         name = f"{step:06d}.jsonl" if phase == "rl" else f"{step:06d}_{phase}.jsonl"
-        (folder / name).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        # In one go: `jprm evaluate` beside a run in progress may write the same evaluation, and the report reads at any time.
+        new = folder / f"{name}.{os.getpid()}.new"
+        new.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        os.replace(new, folder / name)

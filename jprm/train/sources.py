@@ -13,20 +13,33 @@ log = logging.getLogger(__name__)
 
 
 def prompt_batches(run: Run) -> PromptBatches:
-    """Training prompts of the RL phase; those that do not fit the window are left out and counted."""
-    return PromptBatches(run.task.train, run.builder, length=run.config.sampling.max_prompt, seed=run.config.seed + 1)
+    """Training prompts of the RL phase; those that do not fit the window are left out and counted.
+
+    Raises:
+      UserError: none fits, or the task knows its longest prompt and that one does not.
+    """
+    limit = run.config.sampling.max_prompt
+    if run.task.longest is not None:
+        prompt = run.task.longest[0]
+        _check_longest(run, prompt, len(run.builder.prompt_ids(prompt)), limit, "prompt", "config.sampling.max_prompt")
+    return PromptBatches(run.task.train, run.builder, length=limit, seed=run.config.seed + 1)
 
 
 def sft_batches(run: Run) -> SequenceBatches:
     """Rows of supervised training: files of prompt/response rows, or the task's own demonstrations (another draw each time).
 
     Raises:
-      UserError: there is nothing to imitate.
+      UserError: there is nothing to imitate, or nothing that fits, or the task knows its longest demonstration and that one
+        does not.
     """
-    config = run.config
-    form: dict[str, Any] = dict(length=config.sft.max_length or run.length, seed=config.seed, where="config.sft.max_length")
+    config, where = run.config, "config.sft.max_length"
+    form: dict[str, Any] = dict(length=config.sft.max_length or run.length, seed=config.seed, where=where)
     if config.sft.data:
         return SequenceBatches(read_demonstrations(config.sft.data), _pair, run.builder, **form)
+    if run.task.longest is not None:
+        prompt, response = run.task.longest
+        ids, _ = run.builder.encode(prompt, response)
+        _check_longest(run, prompt + response, len(ids), form["length"], "demonstration", where)
     problems = run.task.train
 
     def demonstrate(problem: Problem, draw: int) -> tuple | None:
@@ -41,6 +54,21 @@ def sft_batches(run: Run) -> SequenceBatches:
             fix="Set config.sft.data to a file of prompt/response rows, or config.sft.steps=0",
         )
     return SequenceBatches(problems, demonstrate, run.builder, **form)
+
+
+def _check_longest(run: Run, text: str, size: int, limit: int, what: str, where: str) -> None:
+    """Refuses a window that a task's longest row, of ``size`` ids, does not fit: it might be drawn hours from now.
+
+    Only with a tokenizer that gives every character an id: with others the longest text need not have the most ids, and rows
+    that do not fit are passed over where they are drawn.
+    """
+    if size > limit and len(run.tokenizer(text, add_special_tokens=False).input_ids) == len(text):
+        raise UserError(
+            f"a task whose longest {what} has {size} tokens ({text})",
+            expected=f"at most {limit}",
+            where=where,
+            fix=f"Set {where}={size}, or make the task's problems smaller",
+        )
 
 
 def labelled_batches(run: Run) -> SequenceBatches:

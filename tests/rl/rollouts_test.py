@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jprm.errors import UserError
-from jprm.rl.rollouts import grouped, step_ids, to_window, ungrouped, unwindow, window, window_mask
+from jprm.model.decode import Samples
+from jprm.rl.rollouts import from_samples, grouped, step_ids, to_window, window
 from tests.rl.batches import random_rollouts
 
 SEPARATOR, EOS = 9, 2
@@ -44,18 +45,18 @@ def test_step_ids(tokens, action, max_steps, stops, steps, merged):
 def test_window_is_the_response():
     x = jnp.arange(12).reshape(2, 6)
     assert window(x, jnp.array([1, 4]), 3, fill=-7).tolist() == [[1, 2, 3], [10, 11, -7]]
-    assert window_mask(jnp.array([3, 6]), jnp.array([1, 4]), 3).tolist() == [[True, True, False], [True, True, False]]
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.integers(1, 9))
-def test_unwindow_inverts_window(seed, size):
+def test_window_is_the_response_at_any_place(seed, size):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(3, 8)).astype(np.float32)
     prompts = rng.integers(0, 8, 3)
-    back = np.asarray(unwindow(window(jnp.asarray(x), jnp.asarray(prompts), size), jnp.asarray(prompts), 8))
-    inside = (np.arange(8) >= prompts[:, None]) & (np.arange(8) < prompts[:, None] + size)
-    np.testing.assert_array_equal(back, np.where(inside, x, 0))
+    got = np.asarray(window(jnp.asarray(x), jnp.asarray(prompts), size))
+    for row, taken, prompt in zip(x, got, prompts):
+        response = row[prompt : prompt + size]
+        np.testing.assert_array_equal(taken, np.pad(response, (0, size - len(response))))
 
 
 def test_to_window_cuts_every_token_array():
@@ -66,13 +67,34 @@ def test_to_window_cuts_every_token_array():
     np.testing.assert_array_equal(cut.step, rollouts.step[:, 3:])
     np.testing.assert_array_equal(cut.columns["q"], q[:, 3:])
     np.testing.assert_array_equal(cut.columns["per_row"], np.arange(6.0))
-    np.testing.assert_array_equal(cut.action, window_mask(cut.lengths, cut.prompt_lengths, 6))
+    np.testing.assert_array_equal(cut.action, np.arange(6) < np.asarray(cut.lengths)[:, None])
+    assert not cut.prompt_lengths.any()
+
+
+def test_rollouts_from_samples():
+    """Two prompts of two responses: what was sampled is an action and has a step, also where a response is empty or unstopped."""
+    samples = Samples(
+        tokens=jnp.array([[4, 5, 9, 6, 2, 0], [4, 5, 6, 6, 9, 6], [4, 2, 0, 0, 0, 0], [4, 9, 0, 0, 0, 0]]),
+        prompt_lengths=jnp.array([2, 2, 1, 2]),
+        lengths=jnp.array([5, 6, 2, 2]),
+        logp=jnp.arange(24.0).reshape(4, 6),
+        stopped=jnp.array([True, False, True, True]),
+    )
+    outcome, known = jnp.array([1.0, 0, 0, 1]), jnp.array([1, 1, 0, 1], bool)
+    same = dict(group=2, is_separator_V=IS_SEPARATOR)
+    got = from_samples(samples, outcome, known, max_steps=4, is_stop_V=IS_STOP, **same)
+    steps = [[-1, -1, 0, 1, 1, -1], [-1, -1, 0, 0, 0, 1], [-1, 0, -1, -1, -1, -1], [-1] * 6]
+    assert got.step.tolist() == steps and (got.action == (got.step >= 0)).all()
+    assert got.turn.tolist() == np.where(np.array(steps) < 0, -1, 0).tolist() and got.group == 2
+    assert got.labelled.tolist() == [True, True, False, True] and got.valid.all()
+    for name, value in dict(tokens=samples.tokens, lengths=samples.lengths, behavior_logp=samples.logp, outcome=outcome).items():
+        np.testing.assert_array_equal(getattr(got, name), value)
+    assert from_samples(samples, outcome, known, max_steps=1, **same).columns["merged_steps"].tolist() == [1, 0, 0, 0]
 
 
 def test_groups_are_prompt_major():
     x = jnp.arange(6)
     assert grouped(x, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert ungrouped(grouped(x, 3)).tolist() == x.tolist()
 
 
 def test_rows_that_do_not_divide():
