@@ -2,9 +2,9 @@
 
     python -m benchmarks.dense_signal [--seeds=0,1] [--iterations=20] [--warmup=10] [--workdir=runs/dense] [--json=FILE]
 
-All variants of a seed start from the same weights and see the same problems under the same sampling keys, round by round, warm-up rounds
-included (outcome-only waits through them). That matters: on this task the data stream alone moves accuracy by .07, more than any
-effect that was ever seen.
+All variants of a seed start from the same weights and see the same problems under the same sampling keys, round by round,
+warm-up rounds included (outcome-only waits through them). That matters: on this task the data stream alone moves accuracy by
+.07, more than any effect that was ever seen.
 """
 
 import argparse
@@ -14,11 +14,12 @@ import statistics
 import subprocess
 import sys
 
+REWARD = ["rl.process_credit=reward", "rl.process_scale=rms"]
 VARIANTS = {
     "outcome only": ["rl.process_weight=0.0"],
     "critic": ["rl.process_credit=baseline", "rl.process_weight=1.0"],
-    "reward, accumulated": ["rl.process_credit=reward", "rl.process_weight=0.3", "rl.process_scale=rms"],
-    "reward, not accumulated": ["rl.process_credit=reward", "rl.process_weight=0.5", "rl.process_scale=rms", "rl.accumulate=False"],
+    "reward, accumulated": [*REWARD, "rl.process_weight=0.3"],
+    "reward, not accumulated": [*REWARD, "rl.process_weight=0.5", "rl.accumulate=False"],
 }
 QUICK = ["eval.rank_reference=False", "eval.pass_k=0", "checkpoint.every=0", "log.tensorboard=False"]
 
@@ -26,8 +27,8 @@ QUICK = ["eval.rank_reference=False", "eval.pass_k=0", "checkpoint.every=0", "lo
 def train(workdir: pathlib.Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """The summary of one run; one that is complete already is not run again."""
     if not (workdir / "summary.json").exists():
-        command = [sys.executable, "-m", "jprm", "train", "--config=quickstart", f"--workdir={workdir}", f"seed={seed}", *QUICK, *overrides]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "jprm", "train", "--config=quickstart", f"--workdir={workdir}", f"seed={seed}"]
+        subprocess.run(command + QUICK + overrides, check=True, stdout=subprocess.DEVNULL)
     return json.loads((workdir / "summary.json").read_text())
 
 
@@ -43,13 +44,15 @@ def main() -> None:
     for seed in args.seeds.split(","):
         start = args.workdir / f"start_{seed}"
         train(start, int(seed), ["rl.iterations=0", "export.at_end=True"])
-        rl = [f"rl.iterations={args.warmup + args.iterations}", f"rl.prm_warmup={args.warmup}", "sft.steps=0", "export.at_end=False"]
+        rounds = args.warmup + args.iterations
+        rl = [f"rl.iterations={rounds}", f"rl.prm_warmup={args.warmup}", "sft.steps=0", "export.at_end=False"]
         for name, overrides in VARIANTS.items():
             where = args.workdir / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
             found[name][seed] = train(where, int(seed), [f"model.path={start / 'export' / 'policy'}", *rl, *overrides])
             print(f"seed {seed}, {name}: {found[name][seed]['accuracy_after']:.3f}", file=sys.stderr)
     seeds = args.seeds.split(",")
-    print(f"held-out accuracy after {args.iterations} updates" + "".join(f"{'seed ' + s:>10}" for s in seeds) + f"{'against outcome only':>24}")
+    heads = "".join(f"{'seed ' + s:>10}" for s in seeds)
+    print(f"held-out accuracy after {args.iterations} updates{heads}{'against outcome only':>24}")
     for name, by_seed in found.items():
         values = [by_seed[s]["accuracy_after"] for s in seeds]
         gaps = [v - found["outcome only"][s]["accuracy_after"] for v, s in zip(values, seeds)]

@@ -1,11 +1,10 @@
 """The quickstart under several seeds: its summary as one table, mean and spread.
 
     python -m benchmarks.quickstart_seeds [--seeds=0,1,2] [--workdir=runs/seeds] [--json=FILE]
-    [--variant=NAME:key=value,key=value …]
+        [--variant=NAME:key=value,key=value …]
 
 Each ``--variant`` is run beside the recipe with its overrides, seed by seed, so that a slower machine slows all alike; for
-instance
-``--variant=outcome_only:rl.process_weight=0``. A run that is complete already is not run again.
+instance ``--variant=outcome_only:rl.process_weight=0``. A run that is complete already is not run again.
 """
 
 import argparse
@@ -34,17 +33,8 @@ ROWS = (
 def run(workdir: pathlib.Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """The summary of one quickstart."""
     if not (workdir / "summary.json").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "jprm",
-            "train",
-            "--config=quickstart",
-            f"--workdir={workdir}",
-            f"seed={seed}",
-            *overrides,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "jprm", "train", "--config=quickstart", f"--workdir={workdir}", f"seed={seed}"]
+        subprocess.run(command + overrides, check=True, stdout=subprocess.DEVNULL)
     return json.loads((workdir / "summary.json").read_text())
 
 
@@ -65,16 +55,11 @@ def main() -> None:
     for seed in args.seeds.split(","):
         for name, overrides in variants.items():
             found[name][seed] = run(args.workdir / f"{name}_{seed}", int(seed), overrides)
-            print(
-                f"{name} seed {seed}: {found[name][seed]['accuracy_before']:.3f} -> {found[name][seed]['accuracy_after']:.3f}",
-                file=sys.stderr,
-            )
+            before, after = (found[name][seed][f"accuracy_{when}"] for when in ("before", "after"))
+            print(f"{name} seed {seed}: {before:.3f} -> {after:.3f}", file=sys.stderr)
     width = max(map(len, ROWS))
-    print(
-        f"{'':{width}}  "
-        + "".join(f"{name:>22}" for name in variants)
-        + "".join(f"{'seed ' + s:>10}" for s in args.seeds.split(","))
-    )
+    seeds = "".join(f"{'seed ' + s:>10}" for s in args.seeds.split(","))
+    print(f"{'':{width}}  {''.join(f'{name:>22}' for name in variants)}{seeds}")
     for row in ROWS:
         means = "".join(f"{cell([s[row] for s in by_seed.values() if s.get(row) is not None]):>22}" for by_seed in found.values())
         each = "".join(f"{s[row]:>10.3f}" if s.get(row) is not None else f"{'-':>10}" for s in found["quickstart"].values())

@@ -3,8 +3,7 @@
     python -m benchmarks.run_curves runs/smollm2_word_problems docs/runs/smollm2_word_problems.png
 
 Needs matplotlib, which jprm does not install. Printed: accuracy before and after with intervals (the problems are drawn again
-with
-replacement, 10,000 times, the same ones for both) and seconds per stage.
+with replacement, 10,000 times, the same ones for both) and seconds per stage.
 """
 
 import argparse
@@ -40,15 +39,8 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(
-        {
-            "font.size": 9,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": MUTED,
-            "axes.titlelocation": "left",
-        }
-    )
+    axes_of = {"axes.edgecolor": MUTED, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+    plt.rcParams.update({"font.size": 9} | axes_of)
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), layout="constrained")
     (loss, accuracy, auc), (entropy, length, seconds) = axes
 
@@ -99,16 +91,8 @@ def draw(rows: list[dict], resumed: list[int], target: pathlib.Path) -> None:
         for step in resumed:
             if lo <= step <= hi:
                 axis.axvline(step + 0.5, color=INK, lw=0.8, ls="--")
-                axis.annotate(
-                    "resumed",
-                    (step + 0.5, 0.02),
-                    xycoords=("data", "axes fraction"),
-                    rotation=90,
-                    va="bottom",
-                    ha="right",
-                    fontsize=7,
-                    color=INK,
-                )
+                form = dict(rotation=90, va="bottom", ha="right", fontsize=7, color=INK)
+                axis.annotate("resumed", (step + 0.5, 0.02), xycoords=("data", "axes fraction"), **form)
     figure.savefig(target, dpi=110)
 
 

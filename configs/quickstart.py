@@ -1,8 +1,7 @@
 """PRIME from nothing, on sums: `make quickstart`.
 
-Task      chains of four sums and differences (17+5-9+12=), answered step by step (17+5=22;22-9=13;13+12=25;#25); the
-demonstrations
-          mix careful derivations with careless ones that merge two steps and usually get them wrong
+Task      chains of four sums and differences (17+5-9+12=), answered step by step (17+5=22;22-9=13;13+12=25;#25);
+          demonstrations mix careful derivations with careless ones that merge two steps and usually get them wrong
 Model     a Llama of 0.4 M parameters, from scratch
 Phases    900 steps of SFT; 10 rounds in which only the PRM learns; 40 rounds of PRIME, the implicit PRM as critic
 Hardware  2 CPU cores, about 4 minutes, compilation included

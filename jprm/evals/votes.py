@@ -7,8 +7,7 @@ import numpy as np
 
 
 def pass_at_k(correct_PxG: np.ndarray, k: int) -> float:
-    """Share of problems that k samples would solve, the unbiased estimate from G >= k samples (Chen et al., arXiv 2107.03374,
-    eq. 1)."""
+    """Share of problems that k samples would solve: the unbiased estimate from G >= k (Chen et al., arXiv 2107.03374, eq. 1)."""
     correct_PxG = np.asarray(correct_PxG, bool)
     G = correct_PxG.shape[1]
     if not 1 <= k <= G:
@@ -21,8 +20,7 @@ def pass_at_k(correct_PxG: np.ndarray, k: int) -> float:
 
 
 def majority(answers: Sequence[Hashable | None]) -> int | None:
-    """Index of the first sample that gives the most frequent answer; None where no sample gives one. Ties go to the earlier
-    answer."""
+    """Index of the first sample with the most frequent answer, of several the earliest; None where no sample gives an answer."""
     counts = Counter(a for a in answers if a is not None)
     if not counts:
         return None

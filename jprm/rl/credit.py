@@ -130,9 +130,8 @@ def difference(gamma: float = 1.0, start: float = 0.0) -> Op:
 def value_baseline() -> Op:
     """Rewards of an implicit PRM -> minus what its value of the prefix has moved from the group's prior, per token or step.
 
-    Added to an outcome that is centred on its group, it makes the advantage :math:`o - V_{k-1}`: the PRM is a critic. It
-    depends on
-    the prefix alone, so its expected gradient is 0 *whatever the PRM says*: a bad PRM costs variance, never direction.
+    Added to an outcome that is centred on its group, it makes the advantage :math:`o - V_{k-1}`: the PRM is a critic. It depends
+    on the prefix alone, so its expected gradient is 0 *whatever the PRM says*: a bad PRM costs variance, never direction.
     """
 
     def op(s: Signal, rollouts: Rollouts) -> Signal:

@@ -78,17 +78,13 @@ def default_config() -> ConfigDict:
     r.estimator = "rloo"  # grpo | dr_grpo | rloo: baseline of the outcome
     r.outcome_weight, r.outcome_gamma = 1.0, 1.0
     r.process_weight, r.process_gamma = 1.0, 1.0  # weight 0: outcome only, no PRM in the step
-    r.process_credit = (
-        "reward"  # reward: PRIME; baseline: the PRM's value of the prefix is subtracted from the outcome (a critic)
-    )
+    r.process_credit = "reward"  # reward: PRIME; baseline: the PRM is a critic, its value of the prefix the outcome's baseline
     r.formula = "paper"  # paper | prime_code: process leave-one-out of process_credit=reward
     r.granularity = "token"  # token | step
     r.accumulate = True  # reward: credit a token with the rewards after it, too
     r.process_scale, r.scale_floor = "max_return", 1e-3  # max_return | rms | none; the divisor never falls below the floor
     r.whiten = True  # advantages to mean 0, variance 1 over the batch
-    r.prm_order = (
-        "after"  # after: rewards of the PRM before this round's update; before: of the updated PRM; none: the PRM is frozen
-    )
+    r.prm_order = "after"  # after | before | none: the PRM learns after its rewards are taken, before, or never
     r.prm_rows = "kept"  # kept: the PRM learns from the groups the policy learns from; all: from every row with a verdict
     r.prm_warmup = 0  # first rounds in which the PRM learns and the policy does not
     r.prm_minibatches = 1  # PRM updates a round
@@ -104,17 +100,12 @@ def default_config() -> ConfigDict:
 
     c.eval = e = ConfigDict()
     e.every = 0  # iterations of RL between evaluations; 0: only where a phase ends
-    e.problems, e.samples, e.batch = (
-        200,
-        4,
-        64,
-    )  # problems of the eval split x samples at the training temperature; prompts per call
+    e.problems, e.samples = 200, 4  # problems of the eval split x samples at the training temperature
+    e.batch = 64  # problems per call
     e.pass_k = 0  # > 0: also pass@k, majority@k and best-of-k over this many samples, before RL and at the end
     e.rank_reference = False  # also sample from the reference and let the PRM choose: best-of-k of the policy as RL began
     e.prm_score = "single_sum"  # how step scores rank whole responses, see jprm.reward.scores
-    e.first_error_rows = (
-        "demonstrations"  # whose steps: the task's held-out demonstrations (the same for every run), or the policy's own
-    )
+    e.first_error_rows = "demonstrations"  # demonstrations | policy: the task's, held out, the same for every run; or its own
     e.first_error_score = "single"  # single | accumulative: the step score that is compared with a threshold
 
     c.checkpoint = k = ConfigDict()

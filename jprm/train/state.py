@@ -36,8 +36,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Iterations start < i <= end of a run, and the roles and optimizers they use (None: the role is absent, or does not
-    learn)."""
+    """Iterations start < i <= end of a run, their roles, and the optimizers of those that learn."""
 
     name: str
     start: int
@@ -75,16 +74,15 @@ def make_phases(config: Any, cfg: ModelConfig) -> list[Phase]:
         if name == "rl":
             policy_tx = make_optimizer(rl.optimizer, cfg, size * rl.epochs * rl.minibatches, "config.rl.optimizer")
         if name == "prm" or (name == "rl" and with_prm and rl.prm_order != "none"):
-            prm_tx = make_optimizer(
-                prm.optimizer, cfg, size * (rl.prm_minibatches if name == "rl" else 1), "config.prm.optimizer"
-            )
+            updates = size * (rl.prm_minibatches if name == "rl" else 1)
+            prm_tx = make_optimizer(prm.optimizer, cfg, updates, "config.prm.optimizer")
         phases.append(
             Phase(
                 name,
                 start,
-                start + size,
-                policy_tx,
-                prm_tx,
+                end=start + size,
+                policy_tx=policy_tx,
+                prm_tx=prm_tx,
                 has_policy=name != "prm" or with_rl,
                 has_prm=name == "prm" or (name == "rl" and with_prm),
                 has_reference=name == "prm" or (name == "rl" and (with_prm or rl.kl_coef > 0)),
