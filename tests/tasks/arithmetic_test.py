@@ -52,7 +52,7 @@ def test_splits_are_disjoint_whatever_the_seed():
     assert not any(map(is_eval, train)) and all(map(is_eval, held_out))
 
 
-LONGEST = {  # options: the longest demonstration is careful; careless, because +10 brings zeros to two digits; forced; never wrong
+LONGEST = {  # a careless demonstration may be the longest: its +10 brings zeros to two digits, and all that follow
     "careful": dict(operations=3, low=8, high=9),
     "careless": dict(operations=5, low=0, high=0, careless=0.5),
     "always careless": dict(operations=3, low=4, high=5, careless=1.0, careless_wrong=1.0),
