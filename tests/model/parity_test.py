@@ -165,8 +165,11 @@ def test_smollm2_golden():
     path = smollm2_gguf()
     cfg = load_config(path)
     params = load_params(path, cfg, dtype="bfloat16")
+    # At position 0 hidden states reach 22,000: there XLA's fp32 products (YNNPACK) are off by 2.4e-4; with Eigen's it is 7.4e-5, in
+    # fp64 7.0e-5, which is the golden's own rounding.
     single = ours(params, cfg, golden["ids"][None])[0]
-    assert np.abs(single - golden["logits"]).max() <= 1e-5 * np.abs(golden["logits"]).max()
+    np.testing.assert_allclose(single[1:], golden["logits"][1:], atol=1e-4, rtol=0)
+    assert np.abs(single[0] - golden["logits"][0]).max() <= 1e-5 * np.abs(golden["logits"]).max()
     with jax.enable_x64(True):
         double = ours(params, cfg.replace(dtype="float64"), golden["ids"][None])[0]
     np.testing.assert_allclose(double, golden["logits"], atol=1e-4, rtol=0)
