@@ -165,8 +165,8 @@ def test_smollm2_golden():
     path = smollm2_gguf()
     cfg = load_config(path)
     params = load_params(path, cfg, dtype="bfloat16")
-    # At position 0 hidden states reach 22,000: there XLA's fp32 products (YNNPACK) are off by 2.4e-4; with Eigen's it is 7.4e-5, in
-    # fp64 7.0e-5, which is the golden's own rounding.
+    # At position 0 hidden states reach 22,000: there XLA's fp32 products (YNNPACK) are off by 2.4e-4; Eigen's by 7.4e-5, those in
+    # fp64 by 7.0e-5, which is the golden's own rounding.
     single = ours(params, cfg, golden["ids"][None])[0]
     np.testing.assert_allclose(single[1:], golden["logits"][1:], atol=1e-4, rtol=0)
     assert np.abs(single[0] - golden["logits"][0]).max() <= 1e-5 * np.abs(golden["logits"]).max()
