@@ -19,6 +19,7 @@ from jprm.model.sampling import Sampling
 from jprm.model.spec import Params, init_params, param_shardings
 from jprm.sharding.mesh import check_divides, make_mesh
 from jprm.tasks.task import Task, make_task
+from jprm.train.manifest import is_object_store
 
 REMAT = ("none", "full", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 ROWS = ("data", "fsdp")
@@ -78,6 +79,13 @@ def build(config: Any) -> Run:
     Raises:
       UserError: whatever does not fit together, before anything is allocated or written.
     """
+    if is_object_store(config.workdir):
+        raise UserError(
+            config.workdir,
+            expected="a local folder, or a mounted one: metrics and logs are appended to",
+            where="config.workdir",
+            fix="Name a local folder and copy its checkpoints/ to the store",
+        )
     mesh = make_mesh(config.mesh)
     task = make_task(config.task, seed=config.seed)
     tokenizer = _tokenizer(config, task)

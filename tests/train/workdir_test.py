@@ -103,6 +103,14 @@ def test_a_file_system_that_cannot_lock_stops_no_run(tmp_path, monkeypatch, capl
     assert "cannot be locked (No locks available)" in caplog.text and str(tmp_path) in caplog.text
 
 
+def test_a_store_is_no_workdir(monkeypatch, tmp_path):
+    """`pathlib` would make a local folder `gs:` of it."""
+    monkeypatch.chdir(tmp_path)
+    error = refused(tiny_config("gs://bucket/run", sft=1))
+    assert "gs://bucket/run" in error.found and error.where == "config.workdir"
+    assert not list(tmp_path.iterdir())
+
+
 def test_process_0_speaks_for_all(tmp_path, monkeypatch):
     run = setup.build(tiny_config(tmp_path / "run", sft=1))
     refuses = np.array([[1], [0]])
