@@ -1,6 +1,7 @@
 """`jprm train`: one loop for every job. SFT, offline PRM and RL are phases of it; each may have length 0."""
 
 import logging
+import math
 import sys
 import time
 from typing import Any
@@ -208,7 +209,9 @@ def report(run: Run, metrics: MetricsWriter, progress: Progress, phase: Phase, d
     numbers = {k: float(v) for k, v in jax.device_get(done.metrics).items()}
     numbers |= done.timings()
     metrics.write(done.step, phase.name, numbers)
+    # nan is a metric without data (a policy that waits has no entropy), except where it is the loss.
     short = {name: numbers[key] for key, name in WATCHED[phase.name].items() if key in numbers}
+    short = {name: x for name, x in short.items() if name == "loss" or not math.isnan(x)}
     progress.update(done.step - phase.start, short, {k: v for k, v in numbers.items() if k.startswith("timing_s/")})
     write_samples(run, phase, done)
     if in_a_row := int(numbers["skipped_in_a_row"]):

@@ -48,6 +48,15 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
+def test_a_number_without_data_is_not_shown(tmp_path, monkeypatch, capfd):
+    """While the policy waits there is no entropy; its row has null, its line nothing."""
+    monkeypatch.setattr(loop, "build", judged_by_a_coin)
+    assert loop.run(tiny_config(tmp_path / "run", rl=1, rl__prm_warmup=1)) == 0
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["actor/entropy"] is None
+    line = next(x for x in capfd.readouterr().err.splitlines() if x.startswith("rl 1/1"))
+    assert "prm auc" in line and "entropy" not in line
+
+
 def test_metrics_name_every_iteration_of_every_phase(whole):
     rows = read_metrics(whole / "metrics.jsonl")
     assert [(r["step"], r["phase"]) for r in rows if r["phase"] != "eval"] == [
