@@ -26,6 +26,8 @@ LABELS = {
     "prm_first_error_f1": "PRM first-error F1",
     "majority_at_8": "Majority of 8",
     "prm_best_of_8": "PRM best of 8",
+    "prm_auc": "PRM AUC",
+    "stopped": "Responses that ended",
     "seconds": "Wall time",
 }
 # What the header shows of the config where it is there; the whole config is further down the page.
@@ -193,7 +195,7 @@ def headline(summary: dict[str, Any]) -> list[dict]:
         row = {"label": label(stem), "against": "chance" if f"{stem}_chance" in values else "before"}
         if stem.endswith("seconds"):
             show = duration
-        elif any(word in stem for word in ("accuracy", "greedy", "pass_at", "majority", "best_of", "f1")):
+        elif any(word in stem for word in ("accuracy", "greedy", "pass_at", "majority", "best_of", "f1", "stopped")):
             scale = 1.0 if max(present) > 1 else 100.0  # F1 is often given on 0 to 100 already
             show = lambda value, scale=scale: f"{value * scale:.1f} %"
             row["from"], row["to"] = (None if v is None else v * scale / 100 for v in (base, after))

@@ -85,7 +85,7 @@ function valueAxis(panel, lines, height) {
     if (ticks.length < 2) ticks = niceTicks(10 ** low, 10 ** high, 3).ticks.filter((v) => v > 0);
   }
   const digits = Math.max(0, -Math.floor(Math.log10(size) + 1e-9));
-  const text = (v) => (v !== 0 && (Math.abs(v) >= 1e5 || digits > 4 || log) ? minus(Number(v.toPrecision(3)).toString()) : minus(v.toFixed(digits)));
+  const text = (v) => Math.abs(v) < size * 1e-6 ? "0" : ((Math.abs(v) >= 1e5 || digits > 4 || log) ? minus(Number(v.toPrecision(3)).toString()) : minus(v.toFixed(digits)));
   return { y, ticks, text };
 }
 
