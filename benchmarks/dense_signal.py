@@ -1,6 +1,7 @@
 """Does the PRM's dense signal help the policy? PRIME's ways to use it against outcome-only, paired, from one warm start per seed.
 
-    python -m benchmarks.dense_signal [--seeds=0,1] [--iterations=20] [--warmup=10] [--workdir=runs/dense] [--json=FILE]
+    python -m benchmarks.dense_signal [--seeds=0,1] [--iterations=20] [--warmup=10] [--group=8]
+        [--workdir=runs/dense] [--json=FILE]
 
 All variants of a seed start from the same weights and see the same problems under the same sampling keys, round by round,
 warm-up rounds included (outcome-only waits through them). That matters: on this task the data stream alone moves accuracy by
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--iterations", type=int, default=20, help="policy updates after the warm-up")
     parser.add_argument("--warmup", type=int, default=10, help="rounds in which only the PRM learns")
+    parser.add_argument("--group", type=int, default=8, help="samples of each of the 32 prompts of a round")
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/dense"))
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
@@ -44,10 +46,11 @@ def main() -> None:
     for seed in args.seeds.split(","):
         start = args.workdir / f"start_{seed}"
         train(start, int(seed), ["rl.iterations=0", "export.at_end=True"])
-        rounds = args.warmup + args.iterations
-        rl = [f"rl.iterations={rounds}", f"rl.prm_warmup={args.warmup}", "sft.steps=0", "export.at_end=False"]
+        rounds = [f"rl.iterations={args.warmup + args.iterations}", f"rl.prm_warmup={args.warmup}", f"rl.group={args.group}"]
+        rl = [*rounds, "sft.steps=0", "export.at_end=False"]
         for name, overrides in VARIANTS.items():
-            where = args.workdir / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
+            kind = name.replace(", ", "_").replace(" ", "_")
+            where = args.workdir / f"{kind}_{args.warmup}_{args.iterations}x{args.group}_{seed}"
             found[name][seed] = train(where, int(seed), [f"model.path={start / 'export' / 'policy'}", *rl, *overrides])
             print(f"seed {seed}, {name}: {found[name][seed]['accuracy_after']:.3f}", file=sys.stderr)
     seeds = args.seeds.split(",")
