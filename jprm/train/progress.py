@@ -21,8 +21,8 @@ class Progress:
     which compiles, and so does the ETA, which is of the current phase: other phases run at other speeds.
 
     Args:
-      interval_s: without a terminal, print at least this often …
-      every: … and at least every so many iterations. The first and the last iteration of a phase are always printed.
+      interval_s: without a terminal, seconds between lines, 0 for every iteration. The first and the last iteration of a phase
+        are always printed.
       file: default standard error, so that standard output stays for results.
 
     Example:
@@ -32,9 +32,9 @@ class Progress:
       ...     progress.say("evaluated: accuracy .44")
     """
 
-    def __init__(self, *, interval_s: float = 30.0, every: int = 10, file: TextIO | None = None):
+    def __init__(self, *, interval_s: float = 30.0, file: TextIO | None = None):
         self._file = file or sys.stderr
-        self._interval_s, self._every = interval_s, every
+        self._interval_s = interval_s
         self._silent = jax.process_index() != 0
         self._terminal = not self._silent and hasattr(self._file, "isatty") and self._file.isatty()
         self._bar: tqdm | None = None
@@ -47,7 +47,7 @@ class Progress:
         self._rate_s: float | None = None
         self._first = True
         self._last_time = time.monotonic()
-        self._printed_at, self._printed_time = None, self._last_time
+        self._printed_time: float | None = None
         if self._terminal:
             layout = phase + " {n_fmt}/{total_fmt} |{bar:16}|  {desc}"  # not {postfix}: tqdm puts a comma before it
             # Some containers give a terminal of 0 columns or rows, in which tqdm would print nothing at all.
@@ -77,13 +77,8 @@ class Progress:
             self._bar.set_description_str(tail, refresh=False)
             self._bar.update(done - self._bar.n)
             return
-        if (
-            self._printed_at is None
-            or done >= self._total
-            or done - self._printed_at >= self._every
-            or now - self._printed_time >= self._interval_s
-        ):
-            self._printed_at, self._printed_time = done, now
+        if self._printed_time is None or done >= self._total or now - self._printed_time >= self._interval_s:
+            self._printed_time = now
             print(f"{self._phase} {done}/{self._total}  {tail}".rstrip(), file=self._file, flush=True)
 
     def say(self, text: str) -> None:
