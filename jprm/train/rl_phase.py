@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jprm.errors import one_of
+from jprm.errors import UserError, one_of
 from jprm.model.decode import Samples
 from jprm.rl.compositions import build_advantage
 from jprm.rl.kl import KINDS
@@ -37,6 +37,10 @@ def step_spec(run: Run) -> StepSpec:
     one_of(r.aggregation, AGGREGATIONS, where="config.rl.aggregation")
     one_of(r.kl_kind, KINDS, where="config.rl.kl_kind")
     one_of(r.kl_in, ("loss", "reward"), where="config.rl.kl_in")
+    if 0 < r.dual_clip <= 1:
+        raise UserError(
+            f"{r.dual_clip}", expected="more than 1, or 0", where="config.rl.dual_clip", fix="Set config.rl.dual_clip=3.0"
+        )
     return StepSpec(
         window=run.config.sampling.max_new,
         prompts=r.prompts,

@@ -19,6 +19,7 @@ from jprm.model.sampling import Sampling
 from jprm.model.spec import Params, init_params, param_shardings
 from jprm.sharding.mesh import check_divides, make_mesh
 from jprm.tasks.task import Task, make_task
+from jprm.train.bounds import check_numbers
 from jprm.train.manifest import is_object_store
 
 REMAT = ("none", "full", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
@@ -85,6 +86,14 @@ def build(config: Any) -> Run:
             expected="a local folder, or a mounted one: metrics and logs are appended to",
             where="config.workdir",
             fix="Name a local folder and copy its checkpoints/ to the store",
+        )
+    check_numbers(config)
+    if config.model.path and not pathlib.Path(config.model.path).exists():
+        raise UserError(
+            f"no file or folder {config.model.path!r}",
+            expected="a Hugging Face model directory or a .gguf file",
+            where="config.model.path",
+            fix="Set config.model.path to a local model; jprm downloads nothing",
         )
     mesh = make_mesh(config.mesh)
     task = make_task(config.task, seed=config.seed)
@@ -166,13 +175,6 @@ def check_layout(config: Any, cfg: ModelConfig, mesh: Mesh) -> None:
     if config.prm.steps:
         _check_rows(config.prm.batch_size, 1, config.prm.micro_batch, shards, "config.prm")
     if r.iterations:
-        if r.prompts < 1 or r.group < 1 or r.oversample < 1:
-            raise UserError(
-                f"prompts={r.prompts}, group={r.group}, oversample={r.oversample}",
-                expected="at least 1 of each",
-                where="config.rl",
-                fix="Set config.rl.prompts, config.rl.group and config.rl.oversample to positive numbers",
-            )
         _check_rows(r.prompts * r.group, r.minibatches, r.micro_batch, shards, "config.rl")
         _check_rows(r.prompts * r.group, r.prm_minibatches, r.micro_batch, shards, "config.rl", key="prm_minibatches")
         if r.oversample > 1 and r.prompts % shards:
