@@ -4,6 +4,7 @@ Text that was joined and tokenised again can merge across the joint, and then th
 policy was given. So training, evaluation, scoring and serving all come here.
 """
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,16 +140,16 @@ def separator_mask(tokenizer: Any, separator: str, vocab_size: int | None = None
     size = len(tokenizer)
     special = set(tokenizer.all_special_ids)
     mask = np.zeros(max(size, vocab_size or 0), bool)
+    texts = tokenizer.batch_decode([[i] for i in range(size)], clean_up_tokenization_spaces=False)
     if separator:
-        texts = tokenizer.batch_decode([[i] for i in range(size)], clean_up_tokenization_spaces=False)
         mask[:size] = [separator in text and i not in special for i, text in enumerate(texts)]
     if not mask.any():
-        spread = len(tokenizer(separator, add_special_tokens=False).input_ids) if separator else 0
+        held = next((c for c in ("\n", ".", ";", ",", " ") if any(c in text for text in texts)), None)
         raise UserError(
-            f"separator {separator!r}, which is {spread} ids in this tokenizer and in no id's text",
+            f"separator {separator!r}, which stands in no token of this tokenizer",
             expected="text that some single token holds",
             where="config.task.separator",
-            fix='Set config.task.separator="\\n"',
+            fix=f"Set config.task.separator={json.dumps(held)}" if held else "Set it to a character that ends a step",
         )
     return mask
 

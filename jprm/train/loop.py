@@ -113,7 +113,8 @@ def train(
         metrics.write(step, "eval", numbers)
         write_eval_samples(run, step, scored)
         evaluated.add(step)
-        progress.say(f"evaluated at {step}: " + "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in numbers.items()))
+        shown = {k.removeprefix("eval/"): v for k, v in numbers.items() if not math.isnan(v)}
+        progress.say(f"evaluated at {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items()))
 
     # ------------------------------------------------------------------------------------------------ the loop
     try:

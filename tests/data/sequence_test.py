@@ -121,11 +121,12 @@ def test_separator_mask_of_byte_fallback(llama):
     assert np.flatnonzero(separator_mask(llama, "\n")).tolist() == [llama.convert_tokens_to_ids("<0x0A>")]
 
 
-@pytest.mark.parametrize("separator", ["\u043a\u0438", "", "eos"])
+@pytest.mark.parametrize("separator", ["\u043a\u0438", "", "eos", "\n"])
 def test_separator_that_no_token_holds(characters, separator):
     with pytest.raises(UserError) as error:
         separator_mask(characters, separator)
     assert repr(separator) in error.value.found and error.value.where == "config.task.separator"
+    assert error.value.fix == 'Set config.task.separator=";"'  # what this tokenizer has, not what it lacks
 
 
 # --- length ----------------------------------------------------------------------------------------------------------------

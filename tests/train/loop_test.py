@@ -211,7 +211,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
         (dict(sft=1, sft__batch_size=12), "config.sft", "12 rows"),
         (dict(sft=1, sft__micro_batch=3), "config.sft.micro_batch", "3"),
         (dict(rl=1, rl__minibatches=3), "config.rl.minibatches", "3 minibatches"),
-        (dict(rl=1, rl__group=0), "config.rl", "group=0"),
+        (dict(rl=1, rl__group=0), "config.rl.group", "0"),
         (dict(rl=1, rl__prm_order="later"), "config.rl.prm_order", "later"),
         (dict(rl=1, rl__estimator="ppo"), "config.rl.estimator", "ppo"),
         (dict(sft=1, sampling__max_prompt=3000), "config.sampling", "3000"),
