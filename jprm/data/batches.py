@@ -18,6 +18,7 @@ from jprm.errors import UserError
 log = logging.getLogger(__name__)
 
 LOOKED_AT = 100  # rows of a generator that are measured beforehand
+TRIES = 10_000  # rows of a generator that are drawn for one position before it is given up
 Found = TypeVar("Found")
 
 
@@ -183,13 +184,13 @@ def _drawn(
     size = batches.order.size
     for position in range(iteration * n, (iteration + 1) * n):
         first = batches.order[position]
-        for step in range(size):
+        for step in range(min(size, TRIES)):
             row = batches.kept[(first + step) % size]
             if (found := encode(row, position)) is not None:
                 break
         else:
             raise UserError(
-                f"none of {size} rows fits",
+                f"none of {min(size, TRIES)} rows in a row fits",
                 expected=f"some of at most {batches.length} tokens",
                 where=batches.where,
                 fix=f"Raise {batches.where}",

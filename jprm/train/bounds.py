@@ -58,7 +58,7 @@ COUNTS = {
     "log": ("every_s", "samples_every", "samples_rows"),
 }
 BOUNDS: dict[str, Bound] = {
-    "seed": FINITE,
+    "seed": Bound(0, 2**32 - 1),
     **{f"{group}.{name}": SIZE for group, names in SIZES.items() for name in names},
     **{f"{group}.{name}": COUNT for group, names in COUNTS.items() for name in names},
     **{f"{phase}.optimizer.{name}": bound for phase in ("sft", "prm", "rl") for name, bound in OPTIMIZER.items()},

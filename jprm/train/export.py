@@ -24,7 +24,7 @@ def run(config: Any, out: str, role: str = "policy", step: int | None = None) ->
     Raises:
       UserError: ``out`` is taken, or the run has no checkpoint with that role.
     """
-    target = check_new(out)
+    target = check_new(out, folder=True)
     the_run = build(config)
     try:
         with jax.set_mesh(the_run.mesh):

@@ -13,17 +13,22 @@ import numpy as np
 from jprm.errors import UserError
 
 
-def check_new(path: str | os.PathLike, flag: str = "--out") -> pathlib.Path:
-    """The path, if nothing is there yet (an empty folder counts as nothing). Asked before anything is loaded.
+def check_new(path: str | os.PathLike, flag: str = "--out", *, folder: bool = False) -> pathlib.Path:
+    """The path, if nothing is there yet. Asked before anything is loaded.
+
+    Args:
+      path: what the user has named.
+      flag: by which option, for errors.
+      folder: a folder is to be made: an empty one counts as nothing.
 
     Raises:
       UserError: something is there, or the folder it would be in is not.
     """
     path = pathlib.Path(path)
-    if path.is_dir() and not any(path.iterdir()):
+    if folder and path.is_dir() and not any(path.iterdir()):
         return path
     if path.exists():
-        kind = "a folder that is not empty" if path.is_dir() else "an existing file"
+        kind = ("a folder that is not empty" if folder else "a folder") if path.is_dir() else "an existing file"
         raise UserError(
             kind, expected="a name that is not taken", where=f"{flag}={path}", fix="Give another name, or remove what is there"
         )

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from jprm.data import batches as data
-from jprm.errors import one_of
 from jprm.model.spec import Params
 from jprm.rl.learner import scan_rows
 from jprm.rl.step import Trace
@@ -137,7 +136,6 @@ def make_program(run: Run, phase: Phase) -> SupervisedProgram | RLProgram:
     cuts = micro_batches(group.batch_size, group.micro_batch)
     if phase.name == "sft":
         return SupervisedProgram(run, phase, make_sft_step(run.cfg, phase, cuts), sft_batches(run), group.batch_size)
-    one_of(config.prm.reference_logps, ("recompute", "cache"), where="config.prm.reference_logps")
     step = make_prm_step(run.cfg, phase, cuts, beta=config.prm.beta, balance=balanced(config))
     program = SupervisedProgram(run, phase, step, labelled_batches(run), group.batch_size)
     program.cache = ReferenceCache(run, cuts) if config.prm.reference_logps == "cache" else None

@@ -10,7 +10,7 @@ from jprm.errors import UserError
 # These change how a run is watched, stored or laid out, or how long it lasts, but not what its iterations compute (the last line:
 # up to the rounding of sums in another order).
 FREE_KEYS = (
-    *("workdir", "log", "checkpoint", "eval", "rl.iterations"),
+    *("workdir", "log", "checkpoint", "eval", "export", "rl.iterations"),
     *("mesh", "sft.micro_batch", "prm.micro_batch", "rl.micro_batch", "model.remat", "model.logits_chunk", "model.unroll"),
 )
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from jprm.data.tokenizer import check_vocab, load_tokenizer, stop_ids
 from jprm.errors import UserError, one_of
 from jprm.model.config import ModelConfig
 from jprm.model.hf_config import load_config
+from jprm.model.hf_export import DTYPES
 from jprm.model.hf_load import check_weights, load_params, open_weights
 from jprm.model.sampling import Sampling
 from jprm.model.spec import Params, init_params, param_shardings
@@ -88,18 +89,22 @@ def build(config: Any) -> Run:
             fix="Name a local folder and copy its checkpoints/ to the store",
         )
     check_numbers(config)
-    if config.model.path and not pathlib.Path(config.model.path).exists():
-        raise UserError(
-            f"no file or folder {config.model.path!r}",
-            expected="a Hugging Face model directory or a .gguf file",
-            where="config.model.path",
-            fix="Set config.model.path to a local model; jprm downloads nothing",
-        )
+    check_names(config)
+    for key in ("model", "prm"):
+        if config[key].path and not pathlib.Path(config[key].path).exists():
+            raise UserError(
+                f"no file or folder {config[key].path!r}",
+                expected="a Hugging Face model directory or a .gguf file",
+                where=f"config.{key}.path",
+                fix=f"Set config.{key}.path to a local model; jprm downloads nothing",
+            )
     mesh = make_mesh(config.mesh)
     task = make_task(config.task, seed=config.seed)
     tokenizer = _tokenizer(config, task)
     cfg = model_config(config, tokenizer)
     check_vocab(tokenizer, cfg.vocab_size)
+    if config.prm.path:
+        check_weights(open_weights(config.prm.path), cfg)
     builder = SequenceBuilder(tokenizer, template=config.tokenizer.template, system=config.tokenizer.system)
     stops = tuple(sorted({*stop_ids(config.model.path or None, tokenizer), builder.end_id}))
     s = config.sampling
@@ -119,6 +124,27 @@ def build(config: Any) -> Run:
     marks = separator_mask(tokenizer, config.task.separator or task.separator, cfg.vocab_size)
     workdir = pathlib.Path(config.workdir or f"runs/{config.name}")
     return Run(config, workdir, cfg, mesh, task, tokenizer, builder, stops, marks, ids, sampling)
+
+
+def check_names(config: Any) -> None:
+    """Raises a UserError for what would be noticed only when a later phase, or the end of the run, reads it."""
+    one_of(config.export.dtype, ("auto", *DTYPES), where="config.export.dtype")
+    one_of(config.prm.reference_logps, ("recompute", "cache"), where="config.prm.reference_logps")
+    stops = config.sampling.stop_strings
+    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+        raise UserError(
+            f"{stops!r}",
+            expected="a tuple of texts that are not empty",
+            where="config.sampling.stop_strings",
+            fix="Set config.sampling.stop_strings=\"('Question:',)\"",
+        )
+    if config.rl.band_low > config.rl.band_high:
+        raise UserError(
+            f"an empty band, {config.rl.band_low} to {config.rl.band_high}",
+            expected="rl.band_low at most rl.band_high",
+            where="config.rl.band_low",
+            fix="Set config.rl.band_low=0.0",
+        )
 
 
 def _tokenizer(config: Any, task: Task) -> Any:

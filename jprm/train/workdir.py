@@ -102,10 +102,11 @@ def prepare_workdir(run: Run, lock: WorkdirLock) -> pathlib.Path:
 
 def _prepare(run: Run, lock: WorkdirLock) -> None:
     workdir, config = run.workdir, run.config.to_dict()
-    starts_anew = _recognise(workdir, config)  # before anything is created: another's folder is left as it is
     try:
+        _recognise(workdir, config)  # before anything is created: another's folder is left as it is
         workdir.mkdir(parents=True, exist_ok=True)
         lock.acquire(workdir)
+        starts_anew = _recognise(workdir, config)  # again, now that nobody can save a first checkpoint meanwhile
         exits.clear_report(workdir)
         if starts_anew:
             for path in (workdir / METRICS, workdir / "samples", workdir / TENSORBOARD):
@@ -136,12 +137,14 @@ def _recognise(workdir: pathlib.Path, config: dict) -> bool:
         return False
     try:
         theirs = json.loads(stored.read_text())
+        if not isinstance(theirs, dict) or not {"model", "task", "rl"} <= theirs.keys():
+            raise ValueError("a config.json of something else")
     except ValueError as error:
         raise UserError(
-            "no JSON",
+            "a config.json that jprm did not write",
             expected="the config of the run",
             where=str(stored),
-            fix="Use another config.workdir, or remove this folder",
+            fix="Give another config.workdir",
         ) from error
     try:
         check_same_run(theirs, config, where=str(workdir))

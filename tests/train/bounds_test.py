@@ -52,3 +52,25 @@ def test_a_model_that_is_not_there(tmp_path):
 
 def test_a_dual_clip_that_would_clip_everything(tmp_path):
     assert refused(tiny_config(tmp_path / "run", rl=1, rl__dual_clip=0.5)).where == "config.rl.dual_clip"
+
+
+LATE = {
+    "export.dtype": "foo",
+    "prm.reference_logps": "foo",
+    "prm.path": "nowhere",
+    "sampling.stop_strings": ("",),
+    "rl.band_low": 2.0,
+    "seed": -1,
+}
+
+
+@pytest.mark.parametrize("key", LATE)
+def test_what_only_a_later_phase_would_read(tmp_path, key):
+    error = refused(tiny_config(tmp_path / "run", sft=1, **{key.replace(".", "__"): LATE[key]}))
+    assert error.where == f"config.{key}" and not (tmp_path / "run").exists()
+
+
+def test_a_prm_without_weights(tmp_path):
+    (tmp_path / "empty").mkdir()
+    error = refused(tiny_config(tmp_path / "run", sft=1, prm__path=str(tmp_path / "empty")))
+    assert "empty" in error.where and not (tmp_path / "run").exists()

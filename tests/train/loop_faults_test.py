@@ -91,17 +91,20 @@ def test_another_config_touches_no_file(finished):
     assert contents(workdir) == before
 
 
-@pytest.mark.parametrize("kind", ["file", "config"])
-def test_a_workdir_that_is_none(tmp_path, kind):
+NO_RUN, NO_CONFIG = "something that is no jprm run", "a config.json that jprm did not write"
+
+
+@pytest.mark.parametrize("text, expected_found", [("", NO_RUN), ("a letter", NO_CONFIG), ('{"model_type": "llama"}', NO_CONFIG)])
+def test_a_workdir_that_is_none(tmp_path, text, expected_found):
     theirs = tmp_path / "theirs"
-    if kind == "config":
+    if text:
         theirs.mkdir()
-    (theirs if kind == "file" else theirs / "config.json").write_text("a letter")
+    (theirs / "config.json" if text else theirs).write_text(text)
     before = contents(tmp_path)
     with pytest.raises(UserError) as error:
         loop.run(tiny_config(theirs, sft=1))
     found, expected, where, fix = parts(error)
-    assert found == ("something that is no jprm run" if kind == "file" else "no JSON") and "config.workdir" in fix
+    assert found == expected_found and "config.workdir" in fix
     assert where.startswith(str(theirs)) and expected and contents(tmp_path) == before
 
 

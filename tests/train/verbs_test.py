@@ -320,6 +320,7 @@ BAD = {
     "no such step": (lambda run, tmp: evaluate.run(run, step=7), "step 7", "000201, ", "checkpoints", "Name a step"),
     "no such role": (failing(export, role="prm", step=SFT), "no prm, only policy", "the prm", "checkpoint 200", "--step"),
     "a taken file": (failing(sample, out="p.jsonl"), "an existing file", "not taken", "--out=", "Give another"),
+    "a folder for a file": (failing(sample, out="empty"), "a folder", "not taken", "--out=", "Give another"),
     "a taken folder": (failing(export, out="."), "not empty", "not taken", "--out=", "Give another"),
     "no folder to write into": (failing(score, out="a/b"), "no folder", "existing folder", "--out=", "mkdir"),
     "no file of prompts": (failing(sample, "none.jsonl"), "no file", "readable", "none.jsonl", "Give the path"),
@@ -335,6 +336,7 @@ def test_bad_input_is_said_in_four_parts(trained, tmp_path, call, found, expecte
     (tmp_path / "r.jsonl").write_text('{"prompt": "3+1-2=", "response": "#2"}\n')
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 30 + "1="}) + "\n")
+    (tmp_path / "empty").mkdir()
     names = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(UserError) as error:
         call(load_saved(trained).lock(), tmp_path)

@@ -156,6 +156,21 @@ def test_before_its_first_checkpoint_a_run_may_change_its_config(tmp_path, monke
     assert files(tmp_path) == before
 
 
+def test_a_checkpoint_that_appears_while_the_lock_is_waited_for(tmp_path, monkeypatch):
+    """Another config was let in a moment before the first run saved and left: it is looked at again under the lock."""
+    begun(tmp_path, monkeypatch)
+    before, acquire = files(tmp_path), WorkdirLock.acquire
+
+    def late(lock, workdir):
+        (tmp_path / "checkpoints" / "000003").mkdir(parents=True)
+        acquire(lock, workdir)
+
+    monkeypatch.setattr(WorkdirLock, "acquire", late)
+    assert "sft.batch_size: 8 -> 16" in refused(tiny_config(tmp_path, sft=3, sft__batch_size=16)).found
+    after = files(tmp_path)
+    assert all(after[name] == before[name] for name in ("config.json", "metrics.jsonl")) and not list(tmp_path.glob("*.aside"))
+
+
 def test_the_same_config_starts_again_without_leftovers(tmp_path, monkeypatch):
     begun(tmp_path, monkeypatch)
     assert loop.run(tiny_config(tmp_path, sft=3)) == 0
