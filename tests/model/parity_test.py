@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -17,7 +20,7 @@ from jprm.model.hf_export import export_model
 from jprm.model.hf_load import load_params, open_weights
 from jprm.model.sampling import Sampling, row_keys
 from jprm.sharding.mesh import make_mesh
-from tests.conftest import data_path, needs
+from tests.conftest import ROOT, data_path, needs
 
 SMALL = dict(
     vocab_size=96,
@@ -157,22 +160,44 @@ def test_stories260k():
 def test_smollm2_golden():
     """The recorded logits are of weights rounded to bf16, computed in fp32.
 
-    Token 0 is an attention sink whose hidden state reaches 22,000, so fp32 leaves 1e-3 there and 2.4e-4 in its logits
-    (largest 38) where matmuls accumulate in plain order, as XLA's do on a CPU; torch itself is 5.9e-5 from its own fp64.
-    With matmuls in fp64 the functions agree to 1e-4; in fp32 to 1e-5 of the largest logit.
+    Token 0 is an attention sink whose hidden state reaches 22,000, and how its products round depends on who multiplies: YNNPACK,
+    XLA's default on CPUs, is off by 2.4e-4 in its logits, Eigen on one device by 7.4e-5, fp64 by 7.0e-5, which is the golden's
+    own rounding (torch is 5.9e-5 from its own fp64).
     """
     golden = np.load(data_path("models/smollm2_golden.npz"))
     path = smollm2_gguf()
     cfg = load_config(path)
     params = load_params(path, cfg, dtype="bfloat16")
-    # At position 0 hidden states reach 22,000: there XLA's fp32 products (YNNPACK) are off by 2.4e-4; Eigen's by 7.4e-5, those in
-    # fp64 by 7.0e-5, which is the golden's own rounding.
     single = ours(params, cfg, golden["ids"][None])[0]
     np.testing.assert_allclose(single[1:], golden["logits"][1:], atol=1e-4, rtol=0)
     assert np.abs(single[0] - golden["logits"][0]).max() <= 1e-5 * np.abs(golden["logits"]).max()
     with jax.enable_x64(True):
         double = ours(params, cfg.replace(dtype="float64"), golden["ids"][None])[0]
     np.testing.assert_allclose(double, golden["logits"], atol=1e-4, rtol=0)
+
+
+EIGEN = """
+import sys
+import jax, numpy as np
+from jprm.model.forward import forward, logits
+from jprm.model.hf_config import load_config
+from jprm.model.hf_load import load_params
+golden, cfg = np.load(sys.argv[1]), load_config(sys.argv[2])
+params, ids = load_params(sys.argv[2], cfg, dtype="bfloat16"), golden["ids"][None]
+run = jax.jit(lambda p, t: logits(p, cfg, forward(p, cfg, t).hidden))
+eigen = run.lower(params, ids).compile(compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})
+print(float(np.abs(eigen(params, ids)[0] - golden["logits"]).max()))
+"""
+
+
+@pytest.mark.slow
+def test_smollm2_golden_in_fp32_with_eigen():
+    """Every position in fp32, in a process of one device: eight virtual ones share Eigen's threads, and sum in another order."""
+    arguments = [str(data_path("models/smollm2_golden.npz")), str(smollm2_gguf())]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", EIGEN, *arguments], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) <= 1e-4
 
 
 @pytest.mark.slow
