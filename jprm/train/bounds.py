@@ -102,4 +102,5 @@ def check_numbers(config: Any) -> None:
     for key, value in numbers(config).items():
         bound = BOUNDS[key]
         if not bound.holds(value):
-            raise UserError(f"{value}", expected=str(bound), where=f"config.{key}", fix=f"Set config.{key}{bound.nearest(value)}")
+            expected = str(bound) if math.isfinite(value) else "a finite number"
+            raise UserError(f"{value}", expected=expected, where=f"config.{key}", fix=f"Set config.{key}{bound.nearest(value)}")

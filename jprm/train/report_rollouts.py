@@ -53,12 +53,13 @@ def _text(value: Any) -> str:
 
 
 def verdict(row: dict) -> str:
-    """``correct | wrong | unknown | filler``: what the filter of the page offers. Half or more of the outcome is correct."""
-    if row.get("valid") is False:
-        return "filler"
+    """``correct | wrong | unknown | filler``: what the filter of the page offers. Half or more of the outcome is correct.
+
+    A row with a verdict has it whether or not the policy learnt from it (`valid`): groups that are all right teach nothing.
+    """
     outcome = finite(row.get("outcome"))
     if outcome is None or row.get("known") is False:
-        return "unknown"
+        return "filler" if row.get("valid") is False else "unknown"
     return "correct" if outcome >= 0.5 else "wrong"
 
 

@@ -64,9 +64,12 @@ def run(config: Any, rows: str, out: str, step: int | None = None, tokens: bool 
       threshold: None: the one that the run's evaluation of that step found.
 
     Raises:
-      UserError: ``out`` is taken, no PRM or no reference, a scale other than the one recorded with the weights, no usable row.
+      UserError: ``out`` is taken, no PRM or no reference, a scale other than the one recorded with the weights, no usable row,
+        a threshold that is not finite.
     """
     target = check_new(out)
+    if threshold is not None and not np.isfinite(threshold):
+        raise UserError(f"{threshold}", expected="a finite number", where="--threshold", fix="Leave it out, or give a step score")
     check_recorded(config)
     the_run = build(config)
     try:

@@ -21,6 +21,7 @@ from jprm.train.setup import Run
 
 CONFIG, LOCK = "config.json", "lock"
 _NEW = CONFIG + ".new"
+LENGTHS = (("sft", "steps"), ("prm", "steps"), ("rl", "iterations"))  # of the phases
 log = logging.getLogger(__name__)
 
 
@@ -148,6 +149,7 @@ def _recognise(workdir: pathlib.Path, config: dict) -> bool:
         ) from error
     try:
         check_same_run(theirs, config, where=str(workdir))
+        _check_length(workdir, config)
         return False
     except UserError:
         if checkpoint.numbered(workdir / "checkpoints"):
@@ -155,3 +157,17 @@ def _recognise(workdir: pathlib.Path, config: dict) -> bool:
     check_same_run(theirs, config, where=str(workdir), free=tuple(config))  # logs what changed
     log.info("%s has no checkpoint: the run starts with the new config", workdir)
     return True
+
+
+def _check_length(workdir: pathlib.Path, config: dict) -> None:
+    """Refuses a config of fewer iterations than are done."""
+    total = sum(config[phase][name] for phase, name in LENGTHS)
+    newest = max((int(path.name) for path in checkpoint.numbered(workdir / "checkpoints")), default=0)
+    if newest > total:
+        more = config["rl"]["iterations"] + newest - total
+        raise UserError(
+            f"a checkpoint of iteration {newest}",
+            expected=f"at most {total}, the iterations of this config",
+            where=str(workdir / "checkpoints"),
+            fix=f"Set config.rl.iterations={more} or more, or give a new config.workdir",
+        )

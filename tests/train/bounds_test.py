@@ -15,7 +15,7 @@ WRONG = {
     "eval.samples": (-1, "at least 1", "=1"),
     "rl.iterations": (-1, "at least 0", "=0"),
     "rl.process_weight": (float("nan"), "a finite number", "=0"),
-    "rl.optimizer.lr": (float("inf"), "at least 0", "=0"),
+    "rl.optimizer.lr": (float("inf"), "a finite number", "=0"),
     "prm.beta": (0.0, "more than 0", " to such a number"),
     "sampling.top_p": (1.5, "more than 0 and at most 1", "=1"),
     "task.split_by_hash": (1.0, "at least 0 and less than 1", " to such a number"),

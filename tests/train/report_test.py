@@ -288,7 +288,7 @@ def test_rows_with_missing_columns_still_show():
 @pytest.mark.parametrize("row, want", [
     ({"outcome": 1.0, "known": True, "valid": True}, "correct"), ({"outcome": 0.0, "known": True, "valid": True}, "wrong"),
     ({"outcome": 0.0, "known": False, "valid": True}, "unknown"),
-    ({"outcome": None}, "unknown"), ({"outcome": 1.0, "valid": False}, "filler")])
+    ({"outcome": None}, "unknown"), ({"outcome": 1.0, "valid": False}, "correct"), ({"valid": False}, "filler")])
 def test_verdict(row, want):
     assert report_rollouts.verdict(row) == want
 

@@ -320,6 +320,7 @@ BAD = {
     "no such step": (lambda run, tmp: evaluate.run(run, step=7), "step 7", "000201, ", "checkpoints", "Name a step"),
     "no such role": (failing(export, role="prm", step=SFT), "no prm, only policy", "the prm", "checkpoint 200", "--step"),
     "a taken file": (failing(sample, out="p.jsonl"), "an existing file", "not taken", "--out=", "Give another"),
+    "no threshold": (failing(score, "r.jsonl", threshold=float("nan")), "nan", "finite", "--threshold", "Leave it out"),
     "a folder for a file": (failing(sample, out="empty"), "a folder", "not taken", "--out=", "Give another"),
     "a taken folder": (failing(export, out="."), "not empty", "not taken", "--out=", "Give another"),
     "no folder to write into": (failing(score, out="a/b"), "no folder", "existing folder", "--out=", "mkdir"),

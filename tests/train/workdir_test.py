@@ -23,7 +23,7 @@ from jprm.errors import UserError
 from jprm.train import exits, loop, setup
 from jprm.train.metrics import read_metrics
 from jprm.train.workdir import WorkdirLock, prepare_workdir
-from tests.train.tiny import refused, tiny_config
+from tests.train.tiny import judged_by_a_coin, refused, tiny_config
 
 HOLDER = """
 import sys, time
@@ -169,6 +169,14 @@ def test_a_checkpoint_that_appears_while_the_lock_is_waited_for(tmp_path, monkey
     assert "sft.batch_size: 8 -> 16" in refused(tiny_config(tmp_path, sft=3, sft__batch_size=16)).found
     after = files(tmp_path)
     assert all(after[name] == before[name] for name in ("config.json", "metrics.jsonl")) and not list(tmp_path.glob("*.aside"))
+
+
+def test_fewer_iterations_than_are_done_touch_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "build", judged_by_a_coin)
+    assert loop.run(tiny_config(tmp_path, rl=2)) == 0
+    before = files(tmp_path)
+    error = refused(tiny_config(tmp_path, rl=1))
+    assert "iteration 2" in error.found and error.where == str(tmp_path / "checkpoints") and files(tmp_path) == before
 
 
 def test_the_same_config_starts_again_without_leftovers(tmp_path, monkeypatch):
