@@ -6,7 +6,7 @@ from jprm.errors import UserError, one_of
 
 
 def test_an_allowed_value_passes():
-    one_of("b", ("a", "b"), where="config.x")
+    assert one_of("b", ("a", "b"), where="config.x") is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from jprm.errors import UserError
+from jprm.train.config import flat
 
 
 class Bound(NamedTuple):
@@ -39,12 +40,15 @@ OPTIMIZER = {
     "eps": POSITIVE,
 }
 SIZES = {
-    "model": ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    "model": (
+        *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+        *("max_position_embeddings", "logits_chunk", "unroll"),
+    ),
     "sampling": ("max_prompt", "max_new"),
     "sft": ("batch_size",),
     "prm": ("batch_size", "max_steps"),
     "rl": ("prompts", "group", "oversample", "prm_minibatches", "epochs", "minibatches"),
-    "eval": ("problems", "samples", "batch"),
+    "eval": ("samples", "batch"),
     "checkpoint": ("keep",),
     "log": ("max_skipped",),
 }
@@ -53,7 +57,7 @@ COUNTS = {
     "sft": ("steps", "max_length", "micro_batch"),
     "prm": ("steps", "max_length", "micro_batch"),
     "rl": ("iterations", "micro_batch", "prm_warmup", "dual_clip", "kl_coef", "scale_floor", "ddof"),
-    "eval": ("every", "pass_k"),
+    "eval": ("every", "problems", "pass_k"),
     "checkpoint": ("every",),
     "log": ("every_s", "samples_every", "samples_rows"),
 }
@@ -62,8 +66,6 @@ BOUNDS: dict[str, Bound] = {
     **{f"{group}.{name}": SIZE for group, names in SIZES.items() for name in names},
     **{f"{group}.{name}": COUNT for group, names in COUNTS.items() for name in names},
     **{f"{phase}.optimizer.{name}": bound for phase in ("sft", "prm", "rl") for name, bound in OPTIMIZER.items()},
-    "eval.problems": COUNT,
-    **dict.fromkeys(("model.max_position_embeddings", "model.logits_chunk", "model.unroll"), SIZE),
     **dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.tensor"), Bound(-1)),
     "task.split_by_hash": DECAY,
     "task.verifier_timeout_s": POSITIVE,
@@ -85,16 +87,10 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
-def numbers(group: Any, prefix: str = "") -> dict[str, float]:
+def numbers(config: Any) -> dict[str, float]:
     """Dotted names of a config's numeric fields, those of ``task.options`` aside, to their values."""
-    out: dict[str, float] = {}
-    for name, value in group.items():
-        key = f"{prefix}{name}"
-        if hasattr(value, "items"):
-            out |= {} if key == "task.options" else numbers(value, f"{key}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            out[key] = value
-    return out
+    fields = ((key, value) for key, value in flat(config) if not key.startswith("task.options."))
+    return {key: value for key, value in fields if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 def check_numbers(config: Any) -> None:

@@ -3,6 +3,9 @@
 A field that nothing reads is a test failure.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from ml_collections import ConfigDict
 
 
@@ -133,3 +136,12 @@ def _optimizer(*, lr: float, warmup: int, schedule: str, clip_norm: float = 1.0)
     o.b1, o.b2, o.eps, o.weight_decay = 0.9, 0.95, 1e-8, 0.0  # AdamW; decay on matrices only
     o.clip_norm = clip_norm  # of the global gradient; 0: off
     return o
+
+
+def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a config, in its order."""
+    for key, value in config.items():
+        if hasattr(value, "items"):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jprm.model.spec import abstract_params, count_params, forward_flops, named_specs
 from jprm.sharding.rules import sharding
 from jprm.train.checkpoint import state_bytes
+from jprm.train.config import flat
 from jprm.train.evaluation import Evaluator
 from jprm.train.phases import Program, RLProgram, make_program
 from jprm.train.setup import Run, build
@@ -198,12 +199,3 @@ def trace(run: Run, phase: Phase, program: Program, state: TrainState) -> None:
 
 def mebi(size: int) -> str:
     return f"{size / 2**20:,.2f}"
-
-
-def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a config, in its order."""
-    for key, value in config.items():
-        if hasattr(value, "items"):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -94,15 +94,7 @@ def make_phases(config: Any, cfg: ModelConfig) -> list[Phase]:
 
 def phase_of(phases: list[Phase], step: int) -> Phase:
     """The phase in which iteration ``step`` (1-based: the state after it) was done."""
-    for p in phases:
-        if p.start < step <= p.end:
-            return p
-    raise UserError(
-        f"a checkpoint of iteration {step}",
-        expected=f"at most {phases[-1].end} iterations, as the config says",
-        where="checkpoints/",
-        fix="Raise the iterations of the last phase, or use a new workdir",
-    )
+    return next(p for p in phases if p.start < step <= p.end)  # a workdir of more iterations is refused before
 
 
 def abstract_state(phase: Phase, cfg: ModelConfig, mesh: Mesh) -> TrainState:

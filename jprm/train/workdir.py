@@ -104,10 +104,10 @@ def prepare_workdir(run: Run, lock: WorkdirLock) -> pathlib.Path:
 def _prepare(run: Run, lock: WorkdirLock) -> None:
     workdir, config = run.workdir, run.config.to_dict()
     try:
-        _recognise(workdir, config)  # before anything is created: another's folder is left as it is
+        _takes_over(workdir, config)  # before anything is created: another's folder is left as it is
         workdir.mkdir(parents=True, exist_ok=True)
         lock.acquire(workdir)
-        starts_anew = _recognise(workdir, config)  # again, now that nobody can save a first checkpoint meanwhile
+        starts_anew = _takes_over(workdir, config)  # again under the lock: nobody can save a first checkpoint now
         exits.clear_report(workdir)
         if starts_anew:
             for path in (workdir / METRICS, workdir / "samples", workdir / TENSORBOARD):
@@ -124,8 +124,8 @@ def _prepare(run: Run, lock: WorkdirLock) -> None:
         ) from error
 
 
-def _recognise(workdir: pathlib.Path, config: dict) -> bool:
-    """True if the folder is of a run that another config may take over."""
+def _stored(workdir: pathlib.Path) -> dict | None:
+    """The config of the run whose folder this is; None where there is no run yet."""
     stored = workdir / CONFIG
     if not stored.exists():
         if workdir.exists() and (not workdir.is_dir() or {p.name for p in workdir.iterdir()} - {LOCK, _NEW}):
@@ -135,7 +135,7 @@ def _recognise(workdir: pathlib.Path, config: dict) -> bool:
                 where=str(workdir),
                 fix="Give another config.workdir",
             )
-        return False
+        return None
     try:
         theirs = json.loads(stored.read_text())
         if not isinstance(theirs, dict) or not {"model", "task", "rl"} <= theirs.keys():
@@ -147,27 +147,29 @@ def _recognise(workdir: pathlib.Path, config: dict) -> bool:
             where=str(stored),
             fix="Give another config.workdir",
         ) from error
+    return theirs
+
+
+def _takes_over(workdir: pathlib.Path, config: dict) -> bool:
+    """True if there is a run that has no checkpoint, and another config: this one, which then starts anew."""
+    theirs = _stored(workdir)
+    if theirs is None:
+        return False
+    done = checkpoint.numbered(workdir / "checkpoints")
     try:
         check_same_run(theirs, config, where=str(workdir))
-        _check_length(workdir, config)
-        return False
     except UserError:
-        if checkpoint.numbered(workdir / "checkpoints"):
+        if done:
             raise
-    check_same_run(theirs, config, where=str(workdir), free=tuple(config))  # logs what changed
-    log.info("%s has no checkpoint: the run starts with the new config", workdir)
-    return True
-
-
-def _check_length(workdir: pathlib.Path, config: dict) -> None:
-    """Refuses a config of fewer iterations than are done."""
-    total = sum(config[phase][name] for phase, name in LENGTHS)
-    newest = max((int(path.name) for path in checkpoint.numbered(workdir / "checkpoints")), default=0)
+        check_same_run(theirs, config, where=str(workdir), free=tuple(config))  # logs what changed
+        log.info("%s has no checkpoint: the run starts with the new config", workdir)
+        return True
+    total, newest = sum(config[phase][name] for phase, name in LENGTHS), int(done[0].name) if done else 0
     if newest > total:
-        more = config["rl"]["iterations"] + newest - total
         raise UserError(
             f"a checkpoint of iteration {newest}",
             expected=f"at most {total}, the iterations of this config",
             where=str(workdir / "checkpoints"),
-            fix=f"Set config.rl.iterations={more} or more, or give a new config.workdir",
+            fix=f"Set config.rl.iterations={config['rl']['iterations'] + newest - total} or more, or give a new config.workdir",
         )
+    return False
